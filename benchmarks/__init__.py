@@ -1,0 +1,1 @@
+"""Measurements of deltastore on real training, and the demo."""

@@ -1,0 +1,302 @@
+"""Chunks out of packs: locate, fetch in few ranges, decode along the chain, verify.
+
+A delta names its base physically, so a chain is resolved from pack columns alone. Every read is checked: the length of each
+range, the xxh3-128 of each decoded chunk, and its BLAKE3 digest too when the store is opened with `trust="none"`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+
+import numpy as np
+
+from deltastore import codecs
+from deltastore.buckets.base import Bucket
+from deltastore.digests import chunk_digest, fast_digest
+from deltastore.errors import FormatError, IntegrityError, StorageError
+from deltastore.layout import pack_key
+from deltastore.manifests import ChunkRow, PackRef
+from deltastore.options import READ_GAP_BYTES, WINDOW_BYTES, worker_count
+from deltastore.packs import PackColumns, StoredEntry, head_length
+
+MAX_CHAIN = 512  # the ladder gives 7 per span; anything longer is a cycle or damage
+RANGE_BYTES = 8 << 20  # the most that one coalesced read asks for
+FIRST_READ = 64 << 10  # of a pack whose head length is not known
+COLUMNS_CACHED = 4096  # packs whose columns stay parsed
+
+Array = np.ndarray[tuple[int], np.dtype[np.uint8]]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadJob:
+    """One chunk to read: either into `out`, or into a scratch buffer that is handed to `deliver`.
+
+    `length` is the raw length in bytes, `label` what messages call it ("tensor 'x', chunk 3").
+    """
+
+    row: ChunkRow
+    length: int
+    label: str
+    out: Array | None = None
+    deliver: Callable[[Array], None] | None = None
+
+
+class ChunkReader:
+    """Reads chunks of one store. Thread-safe."""
+
+    def __init__(self, bucket: Bucket, *, verify_digests: bool = False) -> None:
+        self._bucket = bucket
+        self._verify_digests = verify_digests
+        self._refs: dict[str, PackRef] = {}
+        self._columns: OrderedDict[str, PackColumns] = OrderedDict()
+        self._lock = threading.Lock()
+
+    # -- columns and chains -------------------------------------------------------------------------------------------
+
+    def learn(self, packs: Iterable[PackRef]) -> None:
+        """Remember head lengths and sizes that a manifest or a writer knows, which saves a request per pack."""
+        for ref in packs:
+            self._refs.setdefault(ref.pack_id, ref)
+
+    def add_columns(self, columns: PackColumns) -> None:
+        """Seed the cache with the columns of a pack that was just written."""
+        with self._lock:
+            self._columns[columns.pack_id] = columns
+
+    def pack_ref(self, pack_id: str) -> PackRef:
+        """Head length and size of a pack."""
+        if pack_id not in self._refs:
+            self._load_columns(pack_id)
+        return self._refs[pack_id]
+
+    def columns(self, pack_id: str) -> PackColumns:
+        """The parsed columns of a pack, fetched at first use.
+
+        Raises:
+            IntegrityError: the pack is missing or malformed.
+        """
+        with self._lock:
+            found = self._columns.get(pack_id)
+            if found is not None:
+                self._columns.move_to_end(pack_id)
+                return found
+        return self._load_columns(pack_id)
+
+    def _load_columns(self, pack_id: str) -> PackColumns:
+        key = pack_key(pack_id)
+        ref = self._refs.get(pack_id)
+        try:
+            if ref is None:
+                info = self._bucket.stat([key])[key]
+                if info is None:
+                    raise IntegrityError(
+                        f"{key} is missing from the bucket; run `deltastore verify` to see what it breaks"
+                    )
+                first = self._bucket.get_range(key, 0, min(info.size, FIRST_READ))
+                ref = PackRef(pack_id, head_length(first), info.size)
+                if ref.head > info.size:
+                    raise FormatError(
+                        f"{key}: its head of {ref.head} bytes is longer than the object ({info.size} bytes)"
+                    )
+                head = first[: ref.head] if ref.head <= len(first) else self._bucket.get_range(key, 0, ref.head)
+            else:
+                head = self._bucket.get_range(key, 0, ref.head)
+        except StorageError as error:
+            raise _as_integrity(error, key) from error
+        columns = PackColumns.parse(pack_id, head)
+        if columns.size != ref.size:
+            raise FormatError(f"{key}: its columns describe {columns.size} bytes, expected {ref.size}")
+        self._refs.setdefault(pack_id, ref)
+        with self._lock:
+            self._columns[pack_id] = columns
+            while len(self._columns) > COLUMNS_CACHED:
+                self._columns.popitem(last=False)
+        return columns
+
+    def chain(self, pack_id: str, row: int) -> list[StoredEntry]:
+        """The entries that are decoded to read one, widest first, the full one last.
+
+        Raises:
+            FormatError: the chain has no full end, or its entries differ in raw length.
+        """
+        entries: list[StoredEntry] = []
+        while True:
+            entry = self.columns(pack_id).entry(row)
+            entries.append(entry)
+            if entry.raw_length != entries[0].raw_length:
+                raise FormatError(f"{pack_key(pack_id)} row {row}: a delta and its base differ in raw length")
+            if entry.base is None:
+                if codecs.is_delta(entry.codec):
+                    raise FormatError(f"{pack_key(pack_id)} row {row}: a delta without a base")
+                return entries
+            if not codecs.is_delta(entry.codec):
+                raise FormatError(f"{pack_key(pack_id)} row {row}: a full entry that names a base")
+            if len(entries) >= MAX_CHAIN:
+                raise FormatError(f"{pack_key(entries[0].pack_id)} row {entries[0].row}: its chain of bases has no end")
+            pack_id, row = entry.base
+
+    # -- bytes ----------------------------------------------------------------------------------------------------------
+
+    def payloads(self, entries: Iterable[StoredEntry]) -> dict[tuple[str, int], bytes | memoryview]:
+        """The stored bytes of some entries, neighbours of one pack fetched as one range."""
+        wanted = {(entry.pack_id, entry.row): entry for entry in entries}
+        ordered = sorted(wanted.values(), key=lambda entry: (entry.pack_id, entry.offset))
+        found: dict[tuple[str, int], bytes | memoryview] = {}
+        for group in _coalesced(ordered):
+            start = group[0].offset
+            length = group[-1].offset + group[-1].stored_length - start
+            key = pack_key(group[0].pack_id)
+            try:
+                data = memoryview(self._bucket.get_range(key, start, length))
+            except StorageError as error:
+                raise _as_integrity(error, key) from error
+            if len(data) != length:
+                raise IntegrityError(f"{key}: asked for {length} bytes at {start}, got {len(data)}")
+            for entry in group:
+                begin = entry.offset - start
+                found[entry.pack_id, entry.row] = data[begin : begin + entry.stored_length]
+        return found
+
+    def read(self, job: ReadJob) -> None:
+        """Read one chunk."""
+        self._read_batch([job])
+
+    def read_many(self, jobs: Iterable[ReadJob], done: Callable[[int], None] | None = None) -> None:
+        """Read chunks on several threads, a bounded number of bytes at a time.
+
+        Args:
+            jobs: consumed lazily, so that buffers may be made while reading goes on.
+            done: called with the raw bytes of each finished batch.
+
+        Raises:
+            IntegrityError: a chunk is missing, malformed or not what its digest says; names the tensor and the object.
+        """
+        workers = worker_count()
+        batch_bytes = WINDOW_BYTES // (2 * workers)
+        batches = _batches(jobs, batch_bytes)
+        if workers == 1:
+            for batch in batches:
+                self._read_batch(batch)
+                if done is not None:
+                    done(sum(job.length for job in batch))
+            return
+        pending: dict[Future[None], int] = {}
+        with ThreadPoolExecutor(workers, thread_name_prefix="deltastore-read") as pool:
+            try:
+                for batch in batches:
+                    pending[pool.submit(self._read_batch, batch)] = sum(job.length for job in batch)
+                    if len(pending) >= 2 * workers:
+                        _reap(pending, done)
+                while pending:
+                    _reap(pending, done)
+            except BaseException:
+                for future in pending:
+                    future.cancel()
+                raise
+
+    def _read_batch(self, batch: Sequence[ReadJob]) -> None:
+        chains = []
+        for job in batch:
+            try:
+                chains.append(self.chain(job.row.pack_id, job.row.row))
+            except IntegrityError as error:
+                raise type(error)(f"{job.label}: {error}") from error
+        try:
+            payloads = self.payloads(entry for chain in chains for entry in chain)
+        except IntegrityError as error:
+            raise type(error)(f"{batch[0].label} and what is read with it: {error}") from error
+        scratch: Array | None = None
+        for job, chain in zip(batch, chains, strict=True):
+            if job.out is not None:
+                out = job.out
+            else:
+                if scratch is None or len(scratch) < job.length:
+                    scratch = np.empty(job.length, np.uint8)
+                out = scratch[: job.length]
+            try:
+                self._decode(job.row, chain, payloads, out)
+            except IntegrityError as error:
+                raise type(error)(f"{job.label}: {error}") from error
+            if job.deliver is not None:
+                job.deliver(out)
+
+    def _decode(
+        self,
+        row: ChunkRow,
+        chain: Sequence[StoredEntry],
+        payloads: dict[tuple[str, int], bytes | memoryview],
+        out: Array,
+    ) -> None:
+        top = chain[0]
+        where = f"{pack_key(top.pack_id)} row {top.row}"
+        if top.digest != row.digest:
+            raise IntegrityError(
+                f"{where}: holds digest {top.digest.hex()[:16]}…, the manifest expects {row.digest.hex()[:16]}…"
+            )
+        if top.raw_length != len(out):
+            raise IntegrityError(f"{where}: holds {top.raw_length} bytes, expected {len(out)}")
+        for entry in reversed(chain):
+            payload = payloads[entry.pack_id, entry.row]
+            try:
+                if entry.base is None:
+                    codecs.decode_full(entry.codec, payload, out)
+                else:
+                    codecs.apply_delta(entry.codec, payload, out)
+            except FormatError as error:
+                raise type(error)(f"{pack_key(entry.pack_id)} row {entry.row}: {error}") from error
+        if fast_digest(out) != top.fast_digest:
+            raise IntegrityError(
+                f"{where}: the decoded chunk does not have its xxh3-128 {top.fast_digest.hex()}; "
+                "run `deltastore verify --read-data` to see what is damaged"
+            )
+        if self._verify_digests and chunk_digest(out) != row.digest:
+            raise IntegrityError(f"{where}: the decoded chunk does not have its BLAKE3 digest {row.digest.hex()}")
+
+
+def _reap(pending: dict[Future[None], int], done: Callable[[int], None] | None) -> None:
+    finished, _ = wait(pending, return_when=FIRST_COMPLETED)
+    for future in finished:
+        size = pending.pop(future)
+        future.result()
+        if done is not None:
+            done(size)
+
+
+def _batches(jobs: Iterable[ReadJob], batch_bytes: int) -> Iterator[list[ReadJob]]:
+    batch: list[ReadJob] = []
+    size = 0
+    for job in jobs:
+        if batch and size + job.length > batch_bytes:
+            yield batch
+            batch, size = [], 0
+        batch.append(job)
+        size += job.length
+    if batch:
+        yield batch
+
+
+def _coalesced(ordered: Iterable[StoredEntry]) -> Iterator[list[StoredEntry]]:
+    group: list[StoredEntry] = []
+    for entry in ordered:
+        if group:
+            last = group[-1]
+            gap = entry.offset - (last.offset + last.stored_length)
+            total = entry.offset + entry.stored_length - group[0].offset
+            if entry.pack_id == last.pack_id and 0 <= gap <= READ_GAP_BYTES and total <= RANGE_BYTES:
+                group.append(entry)
+                continue
+            yield group
+        group = [entry]
+    if group:
+        yield group
+
+
+def _as_integrity(error: StorageError, key: str) -> StorageError | IntegrityError:
+    """A missing or short object is damage of the store; any other failure stays what it is."""
+    if error.kind in ("missing", "truncated"):
+        return IntegrityError(f"{key}: {error}; run `deltastore verify` to see what it breaks")
+    return error

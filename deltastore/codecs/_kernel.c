@@ -1,0 +1,677 @@
+/* The byte loops of the codecs. `numpy_kernel.py` is their twin: every function gives equal bytes there.
+ *
+ * A word is 1, 2, 4 or 8 little-endian bytes, a sign-magnitude float or an integer. A step is rank(new) - rank(old) modulo
+ * 2^bits; rank orders floats as integers and is the identity for integers. A steps stream is `gaps` (u8, unchanged words before
+ * each change, 255 = add 255 and go on) beside `width` planes of zigzag(step) - 1, one byte of each change per plane.
+ *
+ * The second half of this file is a template: the first half includes it once for every width, because compilers only vectorise
+ * loops well that compute in the type of the word. Every function that Python sees checks all lengths first and works
+ * without the GIL.
+ */
+#ifndef BITS
+
+#define PY_SSIZE_T_CLEAN
+#ifndef Py_LIMITED_API
+#define Py_LIMITED_API 0x030B0000
+#endif
+#include <Python.h>
+
+#include <stdatomic.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "the native kernel is for little-endian machines; deltastore uses its NumPy kernel elsewhere"
+#endif
+
+#if defined(__GNUC__)
+#define INLINE static inline __attribute__((always_inline))
+#else
+#define INLINE static inline
+#endif
+
+/* One build serves every x86-64 machine: the loader picks the AVX2 clone where there is one. Needs ifunc, hence glibc. */
+#if defined(__GNUC__) && defined(__x86_64__) && defined(__GLIBC__)
+#define CLONES __attribute__((target_clones("avx2", "default")))
+#else
+#define CLONES
+#endif
+
+enum { PLAIN = 0, ROTATE = 1, ZIGZAG = 2 };
+enum { TILE_BYTES = 4096, MAX_WIDTH = 8, SLACK = 8 };
+
+typedef struct { size_t gaps, changes; } Counts;
+
+static const uint8_t zeros[TILE_BYTES];
+
+INLINE unsigned lowest_bit(uint64_t mask)
+{
+#if defined(__GNUC__)
+    return (unsigned)__builtin_ctzll(mask);
+#else
+    unsigned bit = 0;
+    while (!(mask >> bit & 1)) bit++;
+    return bit;
+#endif
+}
+
+INLINE unsigned bit_count(uint64_t mask)
+{
+#if defined(__GNUC__)
+    return (unsigned)__builtin_popcountll(mask);
+#else
+    unsigned count = 0;
+    for (; mask; mask &= mask - 1) count++;
+    return count;
+#endif
+}
+
+/* Forbids the compiler to read memory again that it has read before. */
+INLINE void forget_memory(const void *kept)
+{
+#if defined(__GNUC__)
+    __asm__ volatile("" : : "r"(kept) : "memory");
+#else
+    (void)kept;
+    atomic_signal_fence(memory_order_seq_cst);
+#endif
+}
+
+/* Positions of the set bits of a tile's masks. Writes four per mask whatever it holds: a wrong guess of the processor at a
+ * loop end costs more than four stores. Hence the slack behind `positions`. */
+INLINE size_t set_bits(const uint64_t *masks, size_t blocks, uint16_t *positions)
+{
+    const uint64_t guard = 1ull << 63; /* keeps the number of trailing zeros defined for an empty mask */
+    size_t count = 0;
+    for (size_t block = 0; block < blocks; block++) {
+        uint64_t mask = masks[block];
+        uint16_t *out = positions + count;
+        const unsigned first = (unsigned)(64 * block);
+        count += bit_count(mask);
+        for (unsigned k = 0; k < 4; k++) {
+            out[k] = (uint16_t)(first + lowest_bit(mask | guard));
+            mask &= mask - 1;
+        }
+        for (out += 4; mask; mask &= mask - 1) *out++ = (uint16_t)(first + lowest_bit(mask));
+    }
+    return count;
+}
+
+/* True when the gaps name exactly `count` positions, the last one below `length`. */
+INLINE int gaps_fit(const uint8_t *gaps, size_t gap_bytes, size_t count, size_t length)
+{
+    size_t skipped = 0, escapes = 0;
+    for (size_t index = 0; index < gap_bytes; index++) {
+        skipped += gaps[index];
+        escapes += gaps[index] == 255;
+    }
+    return gap_bytes - escapes == count && count <= length && skipped <= length - count &&
+           (gap_bytes == 0 || gaps[gap_bytes - 1] != 255);
+}
+
+#define BITS 8
+#include "_kernel.c"
+#define BITS 16
+#include "_kernel.c"
+#define BITS 32
+#include "_kernel.c"
+#define BITS 64
+#include "_kernel.c"
+
+typedef struct {
+    Counts (*extract)(uint8_t *, const uint8_t *, size_t, uint8_t *, uint8_t *, int);
+    int (*apply)(uint8_t *, size_t, const uint8_t *, size_t, const uint8_t *const *, size_t, int);
+    void (*add)(uint8_t *, const uint8_t *, size_t, int);
+    void (*split)(const uint8_t *, uint8_t *, size_t, int);
+    void (*merge)(const uint8_t *const *, uint8_t *, size_t, int);
+    size_t (*pack)(const uint8_t *const *, size_t, uint8_t *, uint8_t *);
+    int (*unpack)(const uint8_t *, size_t, const uint8_t *const *, size_t, uint8_t *);
+} Kernel;
+
+#define KERNEL(bits) {extract_##bits, apply_##bits, add_##bits, split_##bits, merge_##bits, pack_##bits, unpack_##bits}
+static const Kernel kernels[] = {KERNEL(8), KERNEL(16), KERNEL(32), KERNEL(64)};
+
+/* NULL with a Python error for other widths. */
+static const Kernel *kernel_of(unsigned width)
+{
+    if (width == 1 || width == 2 || width == 4 || width == 8) return &kernels[(width > 1) + (width > 2) + (width > 4)];
+    PyErr_Format(PyExc_ValueError, "words are 1, 2, 4 or 8 bytes wide, not %u", width);
+    return NULL;
+}
+
+/* ---- Python ------------------------------------------------------------------------------------------------------ */
+
+static int check(int fine, const char *message)
+{
+    if (!fine) PyErr_SetString(PyExc_ValueError, message);
+    return fine;
+}
+
+/* Most bytes that the gaps of `length` words can take, with room for the writer to write ahead. */
+static size_t gap_room(size_t length) { return length + length / 255 + 1 + SLACK; }
+
+/* Borrows the buffers of a tuple of `width` planes of equal length; gives that length or -1. */
+static Py_ssize_t borrow_planes(PyObject *tuple, unsigned width, Py_buffer *views, const uint8_t **planes)
+{
+    if (!PyTuple_Check(tuple) || PyTuple_Size(tuple) != (Py_ssize_t)width) {
+        PyErr_Format(PyExc_ValueError, "expected a tuple of %u planes", width);
+        return -1;
+    }
+    for (unsigned plane = 0; plane < width; plane++) {
+        int failed = PyObject_GetBuffer(PyTuple_GetItem(tuple, plane), &views[plane], PyBUF_SIMPLE);
+        if (!failed && views[plane].len != views[0].len) {
+            PyErr_SetString(PyExc_ValueError, "planes differ in length");
+            PyBuffer_Release(&views[plane]);
+            failed = 1;
+        }
+        if (failed) {
+            while (plane--) PyBuffer_Release(&views[plane]);
+            return -1;
+        }
+        planes[plane] = views[plane].buf;
+    }
+    return views[0].len;
+}
+
+static void release_planes(unsigned width, Py_buffer *views)
+{
+    for (unsigned plane = 0; plane < width; plane++) PyBuffer_Release(&views[plane]);
+}
+
+static PyObject *kernel_extract(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    Py_buffer baseline, live, gaps, planes;
+    unsigned width;
+    int floating;
+    PyObject *result = NULL;
+    if (!PyArg_ParseTuple(args, "w*y*w*w*Ip:extract", &baseline, &live, &gaps, &planes, &width, &floating)) return NULL;
+    const Kernel *kernel = kernel_of(width);
+    if (kernel && check(baseline.len == live.len && live.len % width == 0, "baseline and live words differ in length") &&
+        check((size_t)gaps.len >= gap_room((size_t)live.len / width) && planes.len >= live.len, "output buffers are too small")) {
+        Counts done;
+        Py_BEGIN_ALLOW_THREADS
+        done = kernel->extract(baseline.buf, live.buf, (size_t)live.len / width, gaps.buf, planes.buf, floating);
+        Py_END_ALLOW_THREADS
+        result = Py_BuildValue("nn", (Py_ssize_t)done.gaps, (Py_ssize_t)done.changes);
+    }
+    PyBuffer_Release(&baseline);
+    PyBuffer_Release(&live);
+    PyBuffer_Release(&gaps);
+    PyBuffer_Release(&planes);
+    return result;
+}
+
+static PyObject *kernel_collect(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    Py_buffer total, gaps, planes;
+    unsigned width;
+    PyObject *result = NULL;
+    if (!PyArg_ParseTuple(args, "y*w*w*I:collect", &total, &gaps, &planes, &width)) return NULL;
+    const Kernel *kernel = kernel_of(width);
+    if (kernel && check(total.len % width == 0, "not a whole number of words") &&
+        check((size_t)gaps.len >= gap_room((size_t)total.len / width) && planes.len >= total.len, "output buffers are too small")) {
+        Counts done;
+        Py_BEGIN_ALLOW_THREADS
+        done = kernel->extract(NULL, total.buf, (size_t)total.len / width, gaps.buf, planes.buf, 0);
+        Py_END_ALLOW_THREADS
+        result = Py_BuildValue("nn", (Py_ssize_t)done.gaps, (Py_ssize_t)done.changes);
+    }
+    PyBuffer_Release(&total);
+    PyBuffer_Release(&gaps);
+    PyBuffer_Release(&planes);
+    return result;
+}
+
+static PyObject *kernel_apply(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    Py_buffer target, gaps, views[MAX_WIDTH];
+    const uint8_t *planes[MAX_WIDTH];
+    PyObject *tuple, *result = NULL;
+    unsigned width;
+    int floating;
+    if (!PyArg_ParseTuple(args, "w*y*OIp:apply", &target, &gaps, &tuple, &width, &floating)) return NULL;
+    const Kernel *kernel = kernel_of(width);
+    if (kernel && check(target.len % width == 0, "not a whole number of words")) {
+        Py_ssize_t count = borrow_planes(tuple, width, views, planes);
+        if (count >= 0) {
+            int fits;
+            Py_BEGIN_ALLOW_THREADS
+            fits = kernel->apply(target.buf, (size_t)target.len / width, gaps.buf, (size_t)gaps.len, planes, (size_t)count, floating);
+            Py_END_ALLOW_THREADS
+            result = PyBool_FromLong(fits);
+            release_planes(width, views);
+        }
+    }
+    PyBuffer_Release(&target);
+    PyBuffer_Release(&gaps);
+    return result;
+}
+
+static PyObject *kernel_add(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    Py_buffer target, steps;
+    unsigned width;
+    int floating;
+    PyObject *result = NULL;
+    if (!PyArg_ParseTuple(args, "w*y*Ip:add", &target, &steps, &width, &floating)) return NULL;
+    const Kernel *kernel = kernel_of(width);
+    if (kernel && check(target.len == steps.len && steps.len % width == 0, "target and steps differ in length")) {
+        Py_BEGIN_ALLOW_THREADS
+        kernel->add(target.buf, steps.buf, (size_t)steps.len / width, floating);
+        Py_END_ALLOW_THREADS
+        result = Py_NewRef(Py_None);
+    }
+    PyBuffer_Release(&target);
+    PyBuffer_Release(&steps);
+    return result;
+}
+
+static PyObject *kernel_split(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    Py_buffer words, planes;
+    unsigned width;
+    int transform;
+    PyObject *result = NULL;
+    if (!PyArg_ParseTuple(args, "y*w*Ii:split", &words, &planes, &width, &transform)) return NULL;
+    const Kernel *kernel = kernel_of(width);
+    if (kernel && check(transform >= PLAIN && transform <= ZIGZAG, "unknown transform") &&
+        check(words.len == planes.len && words.len % width == 0, "words and planes differ in length")) {
+        Py_BEGIN_ALLOW_THREADS
+        kernel->split(words.buf, planes.buf, (size_t)words.len / width, transform);
+        Py_END_ALLOW_THREADS
+        result = Py_NewRef(Py_None);
+    }
+    PyBuffer_Release(&words);
+    PyBuffer_Release(&planes);
+    return result;
+}
+
+static PyObject *kernel_merge(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    Py_buffer words, views[MAX_WIDTH];
+    const uint8_t *planes[MAX_WIDTH];
+    PyObject *tuple, *result = NULL;
+    unsigned width;
+    int transform;
+    if (!PyArg_ParseTuple(args, "Ow*Ii:merge", &tuple, &words, &width, &transform)) return NULL;
+    const Kernel *kernel = kernel_of(width);
+    if (kernel && check(transform >= PLAIN && transform <= ZIGZAG, "unknown transform")) {
+        Py_ssize_t length = borrow_planes(tuple, width, views, planes);
+        if (length >= 0) {
+            if (check(words.len % width == 0 && words.len / width == length, "words and planes differ in length")) {
+                Py_BEGIN_ALLOW_THREADS
+                kernel->merge(planes, words.buf, (size_t)length, transform);
+                Py_END_ALLOW_THREADS
+                result = Py_NewRef(Py_None);
+            }
+            release_planes(width, views);
+        }
+    }
+    PyBuffer_Release(&words);
+    return result;
+}
+
+static PyObject *kernel_pack(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    Py_buffer codes, longs, views[MAX_WIDTH];
+    const uint8_t *planes[MAX_WIDTH];
+    PyObject *tuple, *result = NULL;
+    unsigned width;
+    if (!PyArg_ParseTuple(args, "Ow*w*I:pack", &tuple, &codes, &longs, &width)) return NULL;
+    const Kernel *kernel = kernel_of(width);
+    if (kernel) {
+        Py_ssize_t count = borrow_planes(tuple, width, views, planes);
+        if (count >= 0) {
+            if (check(codes.len >= count / 4 + (count % 4 != 0) && longs.len / width >= count, "output buffers are too small")) {
+                size_t escaped;
+                Py_BEGIN_ALLOW_THREADS
+                escaped = kernel->pack(planes, (size_t)count, codes.buf, longs.buf);
+                Py_END_ALLOW_THREADS
+                result = PyLong_FromSize_t(escaped);
+            }
+            release_planes(width, views);
+        }
+    }
+    PyBuffer_Release(&codes);
+    PyBuffer_Release(&longs);
+    return result;
+}
+
+static PyObject *kernel_unpack(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    Py_buffer codes, planes, views[MAX_WIDTH];
+    const uint8_t *longs[MAX_WIDTH];
+    PyObject *tuple, *result = NULL;
+    unsigned width;
+    if (!PyArg_ParseTuple(args, "y*Ow*I:unpack", &codes, &tuple, &planes, &width)) return NULL;
+    const Kernel *kernel = kernel_of(width);
+    if (kernel && check(planes.len % width == 0, "planes differ in length")) {
+        Py_ssize_t count = planes.len / width, long_count = borrow_planes(tuple, width, views, longs);
+        if (long_count >= 0) {
+            if (check(codes.len == count / 4 + (count % 4 != 0), "codes and planes differ in length")) {
+                int fits;
+                Py_BEGIN_ALLOW_THREADS
+                fits = kernel->unpack(codes.buf, (size_t)count, longs, (size_t)long_count, planes.buf);
+                Py_END_ALLOW_THREADS
+                result = PyBool_FromLong(fits);
+            }
+            release_planes(width, views);
+        }
+    }
+    PyBuffer_Release(&codes);
+    PyBuffer_Release(&planes);
+    return result;
+}
+
+static PyMethodDef methods[] = {
+    {"extract", kernel_extract, METH_VARARGS, "extract(baseline, live, gaps, planes, width, floating) -> (gap bytes, changes)"},
+    {"collect", kernel_collect, METH_VARARGS, "collect(total, gaps, planes, width) -> (gap bytes, changes)"},
+    {"apply", kernel_apply, METH_VARARGS, "apply(target, gaps, planes, width, floating) -> whether the steps fit"},
+    {"add", kernel_add, METH_VARARGS, "add(target, steps, width, floating)"},
+    {"split", kernel_split, METH_VARARGS, "split(words, planes, width, transform)"},
+    {"merge", kernel_merge, METH_VARARGS, "merge(planes, words, width, transform)"},
+    {"pack", kernel_pack, METH_VARARGS, "pack(planes, codes, longs, width) -> long steps"},
+    {"unpack", kernel_unpack, METH_VARARGS, "unpack(codes, longs, planes, width) -> whether the codes fit"},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyModuleDef_Slot slots[] = {{0, NULL}};
+
+static PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "_kernel", "Byte loops of the codecs.", 0, methods, slots, NULL, NULL, NULL,
+};
+
+PyMODINIT_FUNC PyInit__kernel(void) { return PyModuleDef_Init(&definition); }
+
+#else /* ---- the template, for words of BITS bits ------------------------------------------------------------------- */
+
+#define JOIN_(name, bits) name##_##bits
+#define JOIN(name, bits) JOIN_(name, bits)
+#define N(name) JOIN(name, BITS)
+#define WIDTH (BITS / 8)
+#define TILE_WORDS (TILE_BYTES / WIDTH)
+#if BITS == 8
+#define WORD uint8_t
+#elif BITS == 16
+#define WORD uint16_t
+#elif BITS == 32
+#define WORD uint32_t
+#else
+#define WORD uint64_t
+#endif
+#define SIGN ((WORD)((WORD)1 << (BITS - 1)))
+
+INLINE WORD N(load)(const uint8_t *words, size_t index)
+{
+    WORD word;
+    memcpy(&word, words + WIDTH * index, WIDTH);
+    return word;
+}
+
+INLINE void N(store)(uint8_t *words, size_t index, WORD word) { memcpy(words + WIDTH * index, &word, WIDTH); }
+
+/* All ones when the highest bit is set, else zero. */
+INLINE WORD N(spread)(WORD word) { return (WORD)(0 - (WORD)(word >> (BITS - 1))); }
+
+/* Negative floats count downwards from the sign, positive ones upwards. */
+INLINE WORD N(rank)(WORD word, int floating) { return floating ? (WORD)(word ^ (WORD)(SIGN | N(spread)(word))) : word; }
+
+INLINE WORD N(word)(WORD rank, int floating) { return floating ? (WORD)(rank ^ (WORD)(SIGN | N(spread)((WORD)~rank))) : rank; }
+
+INLINE WORD N(zigzag)(WORD step) { return (WORD)((WORD)(step << 1) ^ N(spread)(step)); }
+
+INLINE WORD N(unzigzag)(WORD code) { return (WORD)((WORD)(code >> 1) ^ (WORD)(0 - (WORD)(code & 1))); }
+
+/* ROTATE moves the sign below the eight bits after it, so that the exponent of bf16 and fp32 fills the highest byte. */
+INLINE WORD N(transformed)(WORD word, int transform)
+{
+    if (transform == ZIGZAG) return N(zigzag)(word);
+#if BITS == 8
+    if (transform == ROTATE) return (WORD)((WORD)(word << 1) | (WORD)(word >> 7));
+#else
+    const WORD top = (WORD)((WORD)255 << (BITS - 8)), low = (WORD)(((WORD)1 << (BITS - 9)) - 1);
+    if (transform == ROTATE)
+        return (WORD)((WORD)((WORD)(word << 1) & top) | (WORD)((WORD)(word >> 8) & (WORD)(low + 1)) | (WORD)(word & low));
+#endif
+    return word;
+}
+
+INLINE WORD N(restored)(WORD word, int transform)
+{
+    if (transform == ZIGZAG) return N(unzigzag)(word);
+#if BITS == 8
+    if (transform == ROTATE) return (WORD)((WORD)(word >> 1) | (WORD)(word << 7));
+#else
+    const WORD top = (WORD)((WORD)255 << (BITS - 8)), low = (WORD)(((WORD)1 << (BITS - 9)) - 1);
+    if (transform == ROTATE)
+        return (WORD)((WORD)((WORD)(word & top) >> 1) | (WORD)((WORD)(word & (WORD)(low + 1)) << 8) | (WORD)(word & low));
+#endif
+    return word;
+}
+
+/* One bit for each of 64 words: set where `old` and `new` differ. */
+INLINE uint64_t N(changed)(const uint8_t *old, const uint8_t *new)
+{
+    uint64_t mask = 0;
+#if defined(__SSE2__) && BITS < 64
+    for (unsigned group = 0; group < 4; group++) { /* 16 words in each */
+        __m128i equal[WIDTH];
+        for (unsigned lane = 0; lane < WIDTH; lane++) {
+            const size_t at = 16 * (WIDTH * group + lane);
+            const __m128i x = _mm_loadu_si128((const __m128i *)(old + at)), y = _mm_loadu_si128((const __m128i *)(new + at));
+#if BITS == 8
+            equal[lane] = _mm_cmpeq_epi8(x, y);
+#elif BITS == 16
+            equal[lane] = _mm_cmpeq_epi16(x, y);
+#else
+            equal[lane] = _mm_cmpeq_epi32(x, y);
+#endif
+        }
+#if BITS == 32
+        equal[0] = _mm_packs_epi32(equal[0], equal[1]);
+        equal[1] = _mm_packs_epi32(equal[2], equal[3]);
+#endif
+#if BITS > 8
+        equal[0] = _mm_packs_epi16(equal[0], equal[1]);
+#endif
+        mask |= (uint64_t)(uint16_t)~_mm_movemask_epi8(equal[0]) << (16 * group);
+    }
+#else
+    uint8_t differs[64];
+    for (unsigned index = 0; index < 64; index++) differs[index] = N(load)(old, index) != N(load)(new, index);
+    for (unsigned group = 0; group < 8; group++) { /* gathers the lowest bits of 8 bytes in one byte */
+        uint64_t bytes;
+        memcpy(&bytes, differs + 8 * group, 8);
+        mask |= (bytes * 0x0102040810204080ull >> 56) << (8 * group);
+    }
+#endif
+    return mask;
+}
+
+/* Positions of the words of a tile that differ. */
+INLINE size_t N(changed_positions)(const uint8_t *old, const uint8_t *new, size_t length, uint16_t *positions)
+{
+    uint64_t masks[TILE_WORDS / 64 + 1], any = 0;
+    size_t blocks = length / 64;
+    for (size_t block = 0; block < blocks; block++)
+        any |= masks[block] = N(changed)(old + 64 * WIDTH * block, new + 64 * WIDTH * block);
+    if (length % 64) {
+        uint64_t mask = 0;
+        for (size_t index = 64 * blocks; index < length; index++)
+            mask |= (uint64_t)(N(load)(old, index) != N(load)(new, index)) << (index % 64);
+        any |= masks[blocks++] = mask;
+    }
+    return any ? set_bits(masks, blocks, positions) : 0;
+}
+
+/* With a baseline: the steps from it to `live`, which it takes over. Without: the nonzero integers of `live`.
+ * Another thread may write to `live` meanwhile. So each tile of it is copied once, the compiler may not look there
+ * again, and everything else comes from the copy. */
+INLINE Counts N(extract_steps)(uint8_t *baseline, const uint8_t *live, size_t length, uint8_t *gaps, uint8_t *planes, int floating)
+{
+    uint8_t tile[TILE_BYTES];
+    uint16_t positions[TILE_WORDS + SLACK];
+    size_t next = 0;
+    Counts done = {0, 0};
+    for (size_t start = 0; start < length; start += TILE_WORDS) {
+        const size_t words = length - start < TILE_WORDS ? length - start : TILE_WORDS;
+        uint8_t *old = baseline ? baseline + WIDTH * start : NULL;
+        const uint8_t *before = baseline ? old : zeros;
+        memcpy(tile, live + WIDTH * start, WIDTH * words);
+        forget_memory(tile);
+        const size_t found = N(changed_positions)(before, tile, words, positions);
+        for (size_t k = 0; k < found; k++) {
+            const size_t at = positions[k], gap = start + at - next, escapes = gap / 255;
+            const WORD value = N(load)(tile, at);
+            const WORD step = (WORD)(N(rank)(value, floating) - N(rank)(N(load)(before, at), floating));
+            const WORD code = (WORD)(N(zigzag)(step) - 1);
+            if (baseline) N(store)(old, at, value);
+            for (unsigned plane = 0; plane < WIDTH; plane++)
+                planes[plane * length + done.changes] = (uint8_t)(code >> (8 * plane));
+            done.changes++;
+            next = start + at + 1;
+            memset(gaps + done.gaps, 255, SLACK); /* all that most gaps need, without a loop */
+            if (escapes > SLACK) memset(gaps + done.gaps, 255, escapes);
+            done.gaps += escapes;
+            gaps[done.gaps++] = (uint8_t)(gap - 255 * escapes);
+        }
+    }
+    return done;
+}
+
+CLONES static Counts N(extract)(uint8_t *baseline, const uint8_t *live, size_t length, uint8_t *gaps, uint8_t *planes, int floating)
+{
+    if (!baseline) return N(extract_steps)(NULL, live, length, gaps, planes, 0);
+    if (floating) return N(extract_steps)(baseline, live, length, gaps, planes, 1);
+    return N(extract_steps)(baseline, live, length, gaps, planes, 0);
+}
+
+/* Takes an escape for a step of zero, so that the loop has no branch that the processor guesses wrong. */
+INLINE int N(apply_steps)(uint8_t *target, size_t length, const uint8_t *gaps, size_t gap_bytes, const uint8_t *const *planes,
+                          size_t count, int floating)
+{
+    size_t at = 0, change = 0;
+    if (!gaps_fit(gaps, gap_bytes, count, length)) return 0;
+    for (size_t index = 0; index < gap_bytes; index++) {
+        const size_t real = gaps[index] != 255;
+        at += gaps[index];
+        if (at >= length || change >= count) return 0; /* only if somebody writes to the streams meanwhile */
+        WORD code = 0;
+        for (unsigned plane = 0; plane < WIDTH; plane++) code |= (WORD)((WORD)planes[plane][change] << (8 * plane));
+        const WORD step = (WORD)(N(unzigzag)((WORD)(code + 1)) & (WORD)(0 - (WORD)real));
+        N(store)(target, at, N(word)((WORD)(N(rank)(N(load)(target, at), floating) + step), floating));
+        at += real;
+        change += real;
+    }
+    return 1;
+}
+
+CLONES static int N(apply)(uint8_t *target, size_t length, const uint8_t *gaps, size_t gap_bytes, const uint8_t *const *planes,
+                           size_t count, int floating)
+{
+    if (floating) return N(apply_steps)(target, length, gaps, gap_bytes, planes, count, 1);
+    return N(apply_steps)(target, length, gaps, gap_bytes, planes, count, 0);
+}
+
+INLINE void N(add_steps)(uint8_t *restrict target, const uint8_t *restrict steps, size_t length, int floating)
+{
+    for (size_t index = 0; index < length; index++) {
+        const WORD rank = (WORD)(N(rank)(N(load)(target, index), floating) + N(load)(steps, index));
+        N(store)(target, index, N(word)(rank, floating));
+    }
+}
+
+CLONES static void N(add)(uint8_t *target, const uint8_t *steps, size_t length, int floating)
+{
+    if (floating) N(add_steps)(target, steps, length, 1);
+    else N(add_steps)(target, steps, length, 0);
+}
+
+/* One plane after the other over a tile that stays in the cache: loops with one output are what compilers vectorise. */
+INLINE void N(split_words)(const uint8_t *restrict words, uint8_t *restrict planes, size_t length, int transform)
+{
+    for (size_t start = 0; start < length; start += TILE_WORDS) {
+        const size_t end = length - start < TILE_WORDS ? length : start + TILE_WORDS;
+        for (unsigned plane = 0; plane < WIDTH; plane++)
+            for (size_t index = start; index < end; index++)
+                planes[plane * length + index] = (uint8_t)(N(transformed)(N(load)(words, index), transform) >> (8 * plane));
+    }
+}
+
+CLONES static void N(split)(const uint8_t *words, uint8_t *planes, size_t length, int transform)
+{
+    if (transform == ROTATE) N(split_words)(words, planes, length, ROTATE);
+    else if (transform == ZIGZAG) N(split_words)(words, planes, length, ZIGZAG);
+    else N(split_words)(words, planes, length, PLAIN);
+}
+
+INLINE void N(merge_words)(const uint8_t *const *planes, uint8_t *restrict words, size_t length, int transform)
+{
+    const uint8_t *restrict plane[WIDTH];
+    for (unsigned k = 0; k < WIDTH; k++) plane[k] = planes[k];
+    for (size_t index = 0; index < length; index++) {
+        WORD word = 0;
+        for (unsigned k = 0; k < WIDTH; k++) word |= (WORD)((WORD)plane[k][index] << (8 * k));
+        N(store)(words, index, N(restored)(word, transform));
+    }
+}
+
+CLONES static void N(merge)(const uint8_t *const *planes, uint8_t *words, size_t length, int transform)
+{
+    if (transform == ROTATE) N(merge_words)(planes, words, length, ROTATE);
+    else if (transform == ZIGZAG) N(merge_words)(planes, words, length, ZIGZAG);
+    else N(merge_words)(planes, words, length, PLAIN);
+}
+
+/* zigzag(step) - 1 of 0, 1 or 2 is a two-bit code, four to a byte, first change lowest; code 3 sends all bytes of the
+ * change to the long planes. `longs` has `count` bytes of room per plane; the byte behind the last long one is written too. */
+static size_t N(pack)(const uint8_t *const *planes, size_t count, uint8_t *codes, uint8_t *longs)
+{
+    size_t escaped = 0;
+    for (size_t first = 0; first < count; first += 4) {
+        const size_t end = count - first < 4 ? count : first + 4;
+        unsigned quad = 0;
+        for (size_t change = first; change < end; change++) {
+            const unsigned low = planes[0][change];
+            unsigned high = 0;
+            for (unsigned plane = 1; plane < WIDTH; plane++) high |= planes[plane][change];
+            const unsigned code = (low < 3) & (high == 0) ? low : 3;
+            quad |= code << (2 * (change - first));
+            for (unsigned plane = 0; plane < WIDTH; plane++) longs[plane * count + escaped] = planes[plane][change];
+            escaped += code == 3;
+        }
+        codes[first / 4] = (uint8_t)quad;
+    }
+    return escaped;
+}
+
+static int N(unpack)(const uint8_t *codes, size_t count, const uint8_t *const *longs, size_t long_count, uint8_t *planes)
+{
+    size_t escaped = 0;
+    if (count % 4 && codes[count / 4] >> (2 * (count % 4))) return 0;
+    memset(planes + count, 0, (WIDTH - 1) * count);
+    for (size_t change = 0; change < count; change++) {
+        const uint8_t code = (uint8_t)(codes[change / 4] >> (2 * (change % 4)) & 3);
+        planes[change] = code;
+        if (code != 3) continue;
+        if (escaped == long_count) return 0;
+        for (unsigned plane = 0; plane < WIDTH; plane++) planes[plane * count + change] = longs[plane][escaped];
+        escaped++;
+    }
+    return escaped == long_count;
+}
+
+#undef JOIN_
+#undef JOIN
+#undef N
+#undef WIDTH
+#undef TILE_WORDS
+#undef WORD
+#undef SIGN
+#undef BITS
+#endif

@@ -1,0 +1,97 @@
+"""Deltas: `sparse-ulp@1` and `dense-ulp@1`, the steps from one version of a chunk to another.
+
+    sparse-ulp@1   word code byte; changes, gap bytes, long steps; streams: gaps, two-bit codes, `width` planes of long steps
+    dense-ulp@1    word code byte; changes; streams: `width` planes of zigzag(step) over all words of the chunk
+
+Numbers and streams are framed as in `streams`, gaps and codes made as in `kernel`.
+"""
+
+from __future__ import annotations
+
+from deltastore.codecs import kernel
+from deltastore.codecs.streams import Payload, PayloadReader, write_payload
+from deltastore.codecs.word import ByteArray, Steps, Word
+from deltastore.errors import FormatError, UnsupportedFormatError
+
+SPARSE, DENSE = "sparse-ulp@1", "dense-ulp@1"
+SPARSE_BELOW = 0.4  # share of changed words up to which the sparse form is always taken
+DENSE_ABOVE = 0.6  # and from which the dense one
+_MAX_COUNT = 1 << 40
+
+
+def encode_delta(steps: Steps) -> tuple[str, bytes]:
+    """Codec id and payload of some steps."""
+    if steps.density <= SPARSE_BELOW:
+        return SPARSE, encode_sparse(steps)
+    if steps.density >= DENSE_ABOVE:
+        return DENSE, encode_dense(steps)
+    sparse, dense = encode_sparse(steps), encode_dense(steps)
+    return (SPARSE, sparse) if len(sparse) <= len(dense) else (DENSE, dense)
+
+
+def encode_sparse(steps: Steps) -> bytes:
+    """A `sparse-ulp@1` payload."""
+    codes, longs = kernel.pack(steps)
+    return write_payload(steps.word, (steps.count, steps.gaps.size, longs[0].size), (steps.gaps, codes, *longs))
+
+
+def encode_dense(steps: Steps) -> bytes:
+    """A `dense-ulp@1` payload."""
+    total = kernel.zeros(steps.length * steps.word.width)
+    kernel.accumulate(total, steps)
+    return write_payload(steps.word, (steps.count,), kernel.split(total, steps.word, "zigzag"))
+
+
+def is_delta(codec: str) -> bool:
+    """Whether a chunk of this codec needs a base."""
+    return codec in (SPARSE, DENSE)
+
+
+def delta_summary(codec: str, payload: Payload) -> tuple[Word, int]:
+    """The word of a delta and the number of words it changes, from the first bytes."""
+    reader = _reader(codec, payload)
+    return reader.word(), reader.number(_MAX_COUNT, "number of changes")
+
+
+def apply_delta(codec: str, payload: Payload, target: ByteArray) -> None:
+    """Takes `target`, 1-d uint8 with the bytes of the base, to the version of the delta, in place.
+
+    FormatError for a damaged payload or one of another chunk, UnsupportedFormatError for an unknown codec; the target is then untouched.
+    """
+    reader = _reader(codec, payload)
+    word = reader.word()
+    _decode(reader, codec, word, target, word.floating)
+
+
+def accumulate_delta(codec: str, payload: Payload, total: ByteArray, word: Word) -> None:
+    """Adds the steps of a delta to the integers of `total`, 1-d uint8 of the chunk's size, in place. Errors as `apply_delta`."""
+    reader = _reader(codec, payload)
+    found = reader.word()
+    if found != word:
+        raise reader.damaged(f"its words are {found}, expected {word}")
+    _decode(reader, codec, word, total, False)
+
+
+def _reader(codec: str, payload: Payload) -> PayloadReader:
+    if not is_delta(codec):
+        raise UnsupportedFormatError(f"codec {codec!r} of a delta is unknown here, expected {SPARSE} or {DENSE}: upgrade deltastore")
+    return PayloadReader(payload, codec)
+
+
+def _decode(reader: PayloadReader, codec: str, word: Word, target: ByteArray, floating: bool) -> None:
+    if target.size % word.width:
+        raise reader.damaged(f"{word.width}-byte words can't fill {target.size} bytes")
+    length = target.size // word.width
+    count = reader.number(length, "number of changes")
+    if codec == DENSE:
+        planes = reader.streams([length] * word.width)
+        kernel.add(target, kernel.merge(tuple(planes), word, "zigzag"), Word(word.width, floating))
+        return
+    gap_bytes = reader.number(count + length // 255, "number of gap bytes")
+    escaped = reader.number(count, "number of long steps")
+    gaps, codes, *longs = reader.streams([gap_bytes, (count + 3) // 4] + [escaped] * word.width)
+    steps = Steps(word, length, gaps, kernel.unpack(codes, tuple(longs), count, word))
+    try:
+        kernel.apply(target, steps) if floating else kernel.accumulate(target, steps)
+    except FormatError as error:
+        raise reader.damaged(str(error)) from None

@@ -1,0 +1,44 @@
+"""Full chunks: `raw@1` and `planes@1`.
+
+`planes@1` is the word code byte and `width` streams, the byte planes of the words, lowest first. Float words are rotated left by
+one bit before, so that the exponent, the only part that compresses well, fills the highest plane of bf16 and fp32.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from deltastore.codecs import kernel
+from deltastore.codecs.streams import Payload, PayloadReader, write_payload
+from deltastore.codecs.word import ByteArray, Word, word_count
+from deltastore.errors import FormatError, UnsupportedFormatError
+
+RAW, PLANES = "raw@1", "planes@1"
+WORTHWHILE = 0.98  # planes are kept when they need at most this share of the raw bytes
+
+
+def encode_full(raw: ByteArray, word: Word) -> tuple[str, bytes]:
+    """The smallest full encoding of a chunk (1-d uint8): codec id and payload, never longer than the chunk."""
+    word_count(raw, word)
+    planes = kernel.split(raw, word, "rotate" if word.floating else "plain")
+    payload = write_payload(word, (), planes)
+    if len(payload) <= WORTHWHILE * raw.size:
+        return PLANES, payload
+    return RAW, raw.tobytes()
+
+
+def decode_full(codec: str, payload: Payload, out: ByteArray) -> None:
+    """Fills `out`, 1-d uint8 of the chunk's raw length. FormatError for damaged, UnsupportedFormatError for unknown bytes."""
+    if codec == RAW:
+        if len(payload) != out.size:
+            raise FormatError(f"{RAW} payload has {len(payload)} bytes, its chunk {out.size}: run `deltastore verify`")
+        out[:] = np.frombuffer(payload, np.uint8)
+        return
+    if codec != PLANES:
+        raise UnsupportedFormatError(f"codec {codec!r} of a full chunk is unknown here, expected {RAW} or {PLANES}: upgrade deltastore")
+    reader = PayloadReader(payload, PLANES)
+    word = reader.word()
+    if out.size % word.width:
+        raise reader.damaged(f"{word.width}-byte words can't fill {out.size} bytes")
+    planes = reader.streams([out.size // word.width] * word.width)
+    kernel.merge(tuple(planes), word, "rotate" if word.floating else "plain", out)

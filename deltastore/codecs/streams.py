@@ -1,0 +1,158 @@
+"""Payload framing: numbers and byte streams, each stream stored in the cheapest of three modes.
+
+A number is an unsigned LEB128 varint. Each stream has a head, varint(stored length << 2 | mode), and the heads of all
+streams of a payload stand before the first stored byte. Raw lengths follow from the numbers before them, so nothing is
+decompressed without a known bound.
+
+    mode 0   all bytes are zero, nothing is stored
+    mode 1   raw
+    mode 2   one zstd frame without magic number, content size, checksum or dictionary; window at most 2 MiB
+
+The streams here carry next to no repetition: matches that zstd finds are accidents, cost more than the Huffman codes
+they replace, and slow both directions down. So the compressor runs with the fastest strategy, the longest minimum match (7) and a table of 64
+entries, which comes nearest to Huffman coding alone. On MiniLM bf16 deltas (1 % changed) that is 1.7 % smaller
+than level 1, on exponent planes 1.5 %.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import zstandard
+
+from deltastore.codecs.word import ByteArray, Word
+from deltastore.errors import FormatError
+
+ZERO, RAW, ZSTD = 0, 1, 2
+Payload = bytes | bytearray | memoryview | ByteArray
+
+MIN_ZSTD_BYTES = 24  # below, no frame is shorter than its content
+MAX_WINDOW_BYTES = 1 << 21
+SAMPLE_BYTES = 1 << 14  # looked at before a large stream is compressed
+INCOMPRESSIBLE = 0.985  # order-0 share from which a large stream stays raw
+_LARGE = 8 * SAMPLE_BYTES
+
+
+class _Coders(threading.local):
+    """zstd contexts: reusable, not thread-safe, so one pair per thread."""
+
+    def __init__(self) -> None:
+        parameters = zstandard.ZstdCompressionParameters(
+            format=zstandard.FORMAT_ZSTD1_MAGICLESS,
+            compression_level=1,
+            strategy=zstandard.STRATEGY_FAST,
+            window_log=20,
+            hash_log=6,
+            min_match=7,
+            target_length=0,
+            write_content_size=0,
+            write_checksum=0,
+            write_dict_id=0,
+        )
+        self.compressor = zstandard.ZstdCompressor(compression_params=parameters)
+        self.decompressor = zstandard.ZstdDecompressor(
+            format=zstandard.FORMAT_ZSTD1_MAGICLESS, max_window_size=MAX_WINDOW_BYTES
+        )
+
+
+_coders = _Coders()
+
+
+def varint(number: int) -> bytes:
+    """An unsigned LEB128 number."""
+    out = bytearray()
+    while number > 127:
+        out.append(number & 127 | 128)
+        number >>= 7
+    out.append(number)
+    return bytes(out)
+
+
+def _worth_compressing(raw: ByteArray) -> bool:
+    """Whether a large stream's order-0 entropy, estimated from 16 slices of it, leaves something to save."""
+    if raw.size < _LARGE:
+        return True
+    slices = raw[: raw.size // 16 * 16].reshape(16, -1)[:, : SAMPLE_BYTES // 16]
+    shares = np.bincount(slices.ravel(), minlength=256) / SAMPLE_BYTES
+    shares = shares[shares > 0]
+    return float(-(shares * np.log2(shares)).sum()) / 8 < INCOMPRESSIBLE
+
+
+def _store(raw: ByteArray) -> tuple[int, bytes]:
+    if not raw.any():
+        return ZERO, b""
+    if raw.size >= MIN_ZSTD_BYTES and _worth_compressing(raw):
+        frame: bytes = _coders.compressor.compress(raw)
+        if len(frame) < raw.size:
+            return ZSTD, frame
+    return RAW, raw.tobytes()
+
+
+def write_payload(word: Word, numbers: Sequence[int], streams: Sequence[ByteArray]) -> bytes:
+    """A payload: word code byte, varint numbers, stream heads, stored streams."""
+    stored = [_store(stream) for stream in streams]
+    head = bytes([word.code]) + b"".join(map(varint, numbers))
+    heads = b"".join(varint(len(body) << 2 | mode) for mode, body in stored)
+    return b"".join([head, heads, *(body for _, body in stored)])
+
+
+class PayloadReader:
+    """Reads a payload from front to back; everything that does not add up is a FormatError naming `what`."""
+
+    def __init__(self, payload: Payload, what: str) -> None:
+        self._bytes = memoryview(payload).cast("B") if len(payload) else memoryview(b"")
+        self._at = 0
+        self._what = what
+
+    def damaged(self, problem: str) -> FormatError:
+        """The error for a problem in this payload."""
+        return FormatError(f"{self._what} payload of {len(self._bytes)} bytes: {problem}; the pack is damaged, run `deltastore verify`")
+
+    def word(self) -> Word:
+        """The word of the first byte."""
+        if not len(self._bytes):
+            raise self.damaged("no word code byte")
+        self._at = 1
+        return Word.from_code(self._bytes[0])
+
+    def number(self, limit: int, name: str) -> int:
+        """A varint of at most `limit`."""
+        number = 0
+        for shift in range(0, 63, 7):
+            if self._at >= len(self._bytes):
+                raise self.damaged(f"ends inside the {name}")
+            byte = self._bytes[self._at]
+            self._at += 1
+            number |= (byte & 127) << shift
+            if byte < 128:
+                if number > limit:
+                    raise self.damaged(f"{name} is {number}, expected at most {limit}")
+                return number
+        raise self.damaged(f"{name} is longer than 9 bytes")
+
+    def streams(self, raw_lengths: Sequence[int]) -> list[ByteArray]:
+        """All streams up to the end of the payload, given their raw lengths. Arrays may be read-only views."""
+        heads = [self.number(length << 2 | 3, "stream head") for length in raw_lengths]
+        expected = self._at + sum(head >> 2 for head in heads)
+        if expected != len(self._bytes):
+            raise self.damaged(f"streams end at byte {expected}")
+        return [self._stream(head & 3, head >> 2, length) for head, length in zip(heads, raw_lengths, strict=True)]
+
+    def _stream(self, mode: int, stored: int, length: int) -> ByteArray:
+        body = self._bytes[self._at : self._at + stored]
+        self._at += stored
+        if mode == ZERO and not stored:
+            return np.zeros(length, np.uint8)
+        if mode == RAW and stored == length:
+            return np.frombuffer(body, np.uint8)
+        if mode == ZSTD and 0 < stored < length and body[0] == 0:  # a frame header with no field but the window
+            try:
+                raw = _coders.decompressor.decompress(body, max_output_size=length, allow_extra_data=False)
+            except zstandard.ZstdError as error:
+                raise self.damaged(f"a stream of {stored} bytes does not decompress ({error})") from None
+            if len(raw) == length:
+                return np.frombuffer(raw, np.uint8)
+            raise self.damaged(f"a stream decompresses to {len(raw)} bytes, expected {length}")
+        raise self.damaged(f"a stream of {length} bytes can't be {stored} bytes in mode {mode}")

@@ -1,0 +1,151 @@
+"""What changed between two versions, per tensor: added, removed, reshaped, changed elements, bytes.
+
+Chunks with equal digests are equal, so only chunks that differ are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from deltastore.chunk_reader import ChunkReader, ReadJob
+from deltastore.history import Commit, TensorInfo, Version
+from deltastore.manifests import ChunkRow
+from deltastore.state import strip_wrapper_prefixes
+
+Status = Literal["added", "removed", "reshaped", "changed"]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDiff:
+    """One tensor that differs.
+
+    Attributes:
+        before, after: (dtype, shape) on either side, None where it does not exist.
+        elements: how many elements the tensor has after (before, when it was removed).
+        changed_elements: how many differ bit for bit; None when the sides can't be compared element by element.
+        changed_bytes: raw bytes of the chunks that differ.
+    """
+
+    name: str
+    status: Status
+    before: tuple[str, tuple[int, ...]] | None
+    after: tuple[str, tuple[int, ...]] | None
+    elements: int
+    changed_elements: int | None
+    changed_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class FileDiff:
+    """A committed file that was added, removed or changed."""
+
+    name: str
+    status: Status
+
+
+@dataclass(frozen=True, slots=True)
+class Diff:
+    """The difference of two commits. False when they hold the same tensors and files, bit for bit."""
+
+    before: Commit
+    after: Commit
+    tensors: tuple[TensorDiff, ...] = ()
+    files: tuple[FileDiff, ...] = ()
+    elements: int = field(default=0)
+
+    def __bool__(self) -> bool:
+        return bool(self.tensors or self.files)
+
+    @property
+    def changed_elements(self) -> int:
+        """Changed elements of all tensors that can be compared."""
+        return sum(each.changed_elements or 0 for each in self.tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    name: str
+    number: int
+    info: TensorInfo
+
+
+def _by_name(version: Version) -> dict[str, _Side]:
+    sides = {}
+    for name, (_, number) in zip(version.names, version.leaves, strict=True):
+        sides[strip_wrapper_prefixes(name)] = _Side(name, number, version.tensors[number])
+    return sides
+
+
+def run_diff(reader: ChunkReader, before: tuple[Commit, Version], after: tuple[Commit, Version]) -> Diff:
+    """Compare two versions. Tensors are matched by name, wrapper prefixes aside."""
+    old, new = _by_name(before[1]), _by_name(after[1])
+    elements = sum(side.info.elements for side in new.values())
+    tensors = tuple(_tensor_diffs(reader, before[1], after[1], old, new))
+    return Diff(before[0], after[0], tensors, tuple(_file_diffs(before[1], after[1])), elements)
+
+
+def _tensor_diffs(
+    reader: ChunkReader, before: Version, after: Version, old: dict[str, _Side], new: dict[str, _Side]
+) -> Iterator[TensorDiff]:
+    for name, side in new.items():
+        spec = (side.info.dtype.name, side.info.shape)
+        was = old.get(name)
+        if was is None:
+            yield TensorDiff(side.name, "added", None, spec, side.info.elements, None, side.info.nbytes)
+            continue
+        known = (was.info.dtype.name, was.info.shape)
+        rows_before, rows_after = before.rows(was.number), after.rows(side.number)
+        if known == spec:
+            differing = [
+                i for i, (a, b) in enumerate(zip(rows_before, rows_after, strict=True)) if a.digest != b.digest
+            ]
+            if not differing:
+                continue
+            changed = sum(_changed(reader, rows_before[i], rows_after[i], side, i) for i in differing)
+            size = sum(side.info.chunk_length(i) for i in differing)
+            yield TensorDiff(side.name, "changed", known, spec, side.info.elements, changed, size)
+        else:
+            digests = {row.digest for row in rows_before}
+            size = sum(side.info.chunk_length(i) for i, row in enumerate(rows_after) if row.digest not in digests)
+            yield TensorDiff(side.name, "reshaped", known, spec, side.info.elements, None, size)
+    for name, side in old.items():
+        if name not in new:
+            spec = (side.info.dtype.name, side.info.shape)
+            yield TensorDiff(side.name, "removed", spec, None, side.info.elements, None, side.info.nbytes)
+
+
+def _changed(reader: ChunkReader, before: ChunkRow, after: ChunkRow, side: _Side, index: int) -> int:
+    """Elements of one chunk that differ."""
+    length = side.info.chunk_length(index)
+    pair = np.empty((2, length), np.uint8)
+    label = f"tensor {side.name!r}, chunk {index}"
+    reader.read_many([ReadJob(before, length, label, out=pair[0]), ReadJob(after, length, label, out=pair[1])])
+    itemsize = side.info.dtype.itemsize
+    if itemsize in (1, 2, 4, 8):
+        words = pair.view(f"<u{itemsize}")
+        return int(np.count_nonzero(words[0] != words[1]))
+    parts = pair.view("<u8").reshape(2, -1, itemsize // 8)
+    return int(np.count_nonzero((parts[0] != parts[1]).any(axis=1)))
+
+
+def _file_diffs(before: Version, after: Version) -> Iterator[FileDiff]:
+    old = {file.name: _file_content(before, file) for file in before.structure.files}
+    new = {file.name: _file_content(after, file) for file in after.structure.files}
+    for name in sorted(old.keys() | new.keys()):
+        if name not in old:
+            yield FileDiff(name, "added")
+        elif name not in new:
+            yield FileDiff(name, "removed")
+        elif old[name] != new[name]:
+            yield FileDiff(name, "changed")
+
+
+def _file_content(version: Version, file: object) -> object:
+    tensor = getattr(file, "tensor", None)
+    if tensor is None:
+        return getattr(file, "data", None)
+    return [row.digest for row in version.rows(tensor)]

@@ -1,0 +1,349 @@
+"""A commit, opened: a lazy mapping of its tensors, and the ways to get them out.
+
+Opening a snapshot reads no tensor bytes. Every read is verified, fetches only the chunks it needs, and keeps a bounded number
+of bytes in flight.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from deltastore import canonical, checkout, tensors
+from deltastore.chunk_reader import ChunkReader, ReadJob
+from deltastore.errors import IncompatibleStateError, IntegrityError, TensorNotFoundError
+from deltastore.files import CheckpointWriter
+from deltastore.history import Commit, Version, shorten
+from deltastore.progress import progress_bar
+from deltastore.regions import Region
+from deltastore.state import TensorSink, strip_wrapper_prefixes, unflatten, unique_leaf_names
+
+
+class LazyTensor:
+    """A stored tensor, or a selection of one. Indexing narrows it without reading; `load` reads what is selected."""
+
+    def __init__(self, version: Version, reader: ChunkReader, name: str, number: int, region: Region) -> None:
+        self._version = version
+        self._reader = reader
+        self._number = number
+        self._region = region
+        self.name = name
+
+    @property
+    def dtype_name(self) -> str:
+        """The dtype's name in torch, such as "bfloat16"."""
+        return self._version.tensors[self._number].dtype.name
+
+    @property
+    def dtype(self) -> Any:
+        """The torch dtype (imports torch)."""
+        return tensors.to_torch_dtype(self.dtype_name)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the selection."""
+        return self._region.shape
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the selection when loaded."""
+        return self._region.elements * self._version.tensors[self._number].dtype.itemsize
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("a 0-dim tensor has no length")
+        return self.shape[0]
+
+    def __getitem__(self, index: Any) -> LazyTensor:
+        return LazyTensor(self._version, self._reader, self.name, self._number, self._region.narrow(index))
+
+    def __repr__(self) -> str:
+        return f"LazyTensor({shorten(self.name)!r}, {self.dtype_name}, shape={list(self.shape)})"
+
+    def tobytes(self) -> bytes:
+        """The raw bytes of the selected elements, row-major, little-endian. Needs no torch."""
+        out = np.empty(self.nbytes, np.uint8)
+        checkout.read_region(self._version, self._reader, self._number, self._region, out)
+        return out.tobytes()
+
+    def load(self, device: Any = "cpu", dtype: Any = None) -> Any:
+        """Read the selection into a new torch tensor.
+
+        Args:
+            dtype: convert to this torch dtype; by default the values stay as committed.
+
+        Raises:
+            IntegrityError: a chunk is damaged; names the tensor, the chunk and the object.
+        """
+        result = tensors.empty_tensor(self.dtype_name, self.shape)
+        if self._region.elements:
+            view = tensors.TorchSink(result, name=self.name).view(0, self._region.elements)
+            assert view is not None  # a new tensor is contiguous
+            checkout.read_region(self._version, self._reader, self._number, self._region, view)
+        return _moved(result, device, dtype)
+
+
+class Snapshot(Mapping[str, LazyTensor]):
+    """The tensors of one commit by name, read when they are asked for.
+
+    Attributes:
+        commit: what was committed when, by whom, with which message and metadata.
+    """
+
+    def __init__(self, commit: Commit, version: Version, reader: ChunkReader) -> None:
+        self.commit = commit
+        self._version = version
+        self._reader = reader
+        self._numbers: dict[str, int] = {}
+        self._ambiguous: set[str] = set()
+        for name, (_, number) in zip(version.names, version.leaves, strict=True):
+            if name in self._numbers:
+                self._ambiguous.add(name)
+            self._numbers[name] = number
+
+    # -- the mapping --------------------------------------------------------------------------------------------------
+
+    def __getitem__(self, name: str | tuple[Any, ...]) -> LazyTensor:
+        """A tensor by its name, or by its path of typed keys given as a tuple."""
+        if isinstance(name, tuple):
+            for path, number in self._version.leaves:
+                if path == name and all(type(a) is type(b) for a, b in zip(path, name, strict=True)):
+                    return self._lazy(".".join(map(str, name)), number)
+            raise TensorNotFoundError(f"commit {self.commit.short_id} has no tensor at path {name!r}")
+        if name in self._ambiguous:
+            raise IncompatibleStateError(
+                f"two tensors are called {shorten(name)!r}; ask for one of them by its path, a tuple of keys"
+            )
+        if name not in self._numbers:
+            near = difflib.get_close_matches(str(name)[:200], self._numbers, n=3)
+            hint = f"did you mean {', '.join(near)}?" if near else f"see `deltastore show {self.commit.short_id}`"
+            raise TensorNotFoundError(f"commit {self.commit.short_id} has no tensor {shorten(str(name))!r}; {hint}")
+        return self._lazy(name, self._numbers[name])
+
+    def _lazy(self, name: str, number: int) -> LazyTensor:
+        return LazyTensor(self._version, self._reader, name, number, Region.whole(self._version.tensors[number].shape))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._numbers)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._numbers
+
+    def __repr__(self) -> str:
+        return f"Snapshot({self.commit.short_id} {shorten(self.commit.message, 60)!r}, {len(self)} tensors)"
+
+    @property
+    def nbytes(self) -> int:
+        """Raw bytes of all tensors, tied ones counted once."""
+        return sum(self._version.tensors[number].nbytes for number in {number for _, number in self._version.leaves})
+
+    @property
+    def files(self) -> dict[str, int]:
+        """Names and sizes in bytes of the files that were committed with the tensors."""
+        return {file.name: file.size for file in self._version.structure.files}
+
+    def read_file(self, name: str) -> bytes:
+        """The content of a committed file."""
+        for file in self._version.structure.files:
+            if file.name == name:
+                if file.tensor is None:
+                    return file.data or b""
+                return checkout.read_bytes(self._version, self._reader, file.tensor)
+        raise TensorNotFoundError(
+            f"commit {self.commit.short_id} has no file {shorten(name)!r}; it has {', '.join(self.files) or 'none'}"
+        )
+
+    # -- loading ------------------------------------------------------------------------------------------------------
+
+    def load(self, names: Collection[str] | None = None, *, device: Any = "cpu", dtype: Any = None) -> dict[str, Any]:
+        """Read tensors into new memory.
+
+        Args:
+            names: which; all by default.
+            device: where they go; the device of the committed tensors is never stored.
+            dtype: a torch dtype to convert floating tensors to; by default they stay as committed.
+
+        Returns:
+            name -> torch tensor. Tied names share one storage.
+
+        Raises:
+            IncompatibleStateError: two tensors share a name.
+            IntegrityError: a chunk is damaged; names the tensor, the chunk and the object.
+        """
+        if names is None:
+            unique_leaf_names(self._version.structure.tree)
+            names = list(self)
+        wanted = {name: self[name]._number for name in names}
+        loaded = self._load_numbers(set(wanted.values()), device, dtype)
+        return {name: loaded[number] for name, number in wanted.items()}
+
+    def _load_numbers(self, numbers: set[int], device: Any, dtype: Any) -> dict[int, Any]:
+        loaded: dict[int, Any] = {}
+        with progress_bar("load", sum(self._version.tensors[number].nbytes for number in numbers)) as done:
+            if str(device) == "cpu" and dtype is None:
+                checkout.run(self._reader, self._jobs_into_new(sorted(numbers), loaded), done)
+                return loaded
+            for number in sorted(numbers):  # one tensor at a time in host memory
+                part: dict[int, Any] = {}
+                checkout.run(self._reader, self._jobs_into_new([number], part), done)
+                loaded[number] = _moved(part.pop(number), device, dtype)
+        return loaded
+
+    def _jobs_into_new(self, numbers: list[int], loaded: dict[int, Any]) -> Iterator[ReadJob]:
+        for number in numbers:
+            info = self._version.tensors[number]
+            loaded[number] = tensors.empty_tensor(info.dtype.name, info.shape)
+            label = self._version.label(number)
+            yield from checkout.plan_tensor(self._version, number, tensors.TorchSink(loaded[number], name=label), label)
+
+    def state(self, device: Any = "cpu") -> Any:
+        """The nested structure as it was committed: order, key types, plain values and ties."""
+        numbers = {number for _, number in self._version.leaves}
+        loaded = self._load_numbers(numbers, device, None)
+        count = max(numbers, default=-1) + 1
+        return unflatten(self._version.structure.tree, [loaded.get(number) for number in range(count)], self._values())
+
+    def _values(self) -> list[Any]:
+        packed = self._version.document.placement.values
+        if isinstance(packed, dict):
+            packed = json.loads(checkout.read_bytes(self._version, self._reader, packed["tensor"]))
+        if not isinstance(packed, list):
+            raise IntegrityError(f"the plain values of commit {self.commit.short_id} are not a list")
+        return [canonical.unpack(value) for value in packed]
+
+    def load_into(self, target: Any, *, strict: bool = True) -> list[str]:
+        """Copy the committed values into the tensors of a module or state, in place.
+
+        Names, shapes and dtypes are all checked before anything is written. Wrapper prefixes (`module.`, `_orig_mod.`,
+        `_fsdp_wrapped_module.`) are ignored while names are matched.
+
+        Args:
+            strict: every tensor of the target and of the commit must have a counterpart; else only common ones are copied.
+
+        Returns:
+            The names that were copied.
+
+        Raises:
+            IncompatibleStateError: names are missing or left over, or a shape or dtype differs; nothing was written.
+            IntegrityError: a chunk is damaged: the target then holds a mixture, as the message says.
+        """
+        targets = tensors.target_tensors(target)
+        available = {strip_wrapper_prefixes(name): number for name, number in self._numbers.items()}
+        matched = [
+            (each, number)
+            for each in targets
+            if (number := available.get(strip_wrapper_prefixes(each.name))) is not None
+        ]
+        filled = {each.tie for each, _ in matched}  # ties fill all their names, however they are declared
+        missing = [each.name for each in targets if each.tie not in filled]
+        used = {number for _, number in matched}
+        unexpected = [name for name, number in self._numbers.items() if number not in used]
+        if strict and (missing or unexpected):
+            raise IncompatibleStateError(_mismatch(self.commit.short_id, missing, unexpected, list(self._numbers)))
+        self._check_fit(matched)
+        plan: dict[int, tuple[int, tensors.TorchSink]] = {}
+        for each, number in matched:
+            if each.tie not in plan:
+                plan[each.tie] = number, tensors.TorchSink(each.tensor, name=f"tensor {shorten(each.name)!r}")
+        jobs = (job for number, sink in plan.values() for job in checkout.plan_tensor(self._version, number, sink))
+        with progress_bar("load", sum(self._version.tensors[number].nbytes for number, _ in plan.values())) as done:
+            try:
+                checkout.run(self._reader, jobs, done)
+            except IntegrityError as error:
+                raise type(error)(
+                    f"{error}. The target now holds old and new values mixed: load another revision into it."
+                ) from error
+        return [each.name for each, _ in matched]
+
+    def _check_fit(self, matched: list[tuple[tensors.Target, int]]) -> None:
+        """Raise unless all dtypes and shapes agree."""
+        problems = []
+        for each, number in matched:
+            info = self._version.tensors[number]
+            found = (tensors.from_torch_dtype(each.tensor.dtype), tuple(each.tensor.shape))
+            if found != (info.dtype.name, info.shape):
+                problems.append(
+                    f"{shorten(each.name)!r} is {found[0]}{list(found[1])}, the commit has {info.dtype.name}{list(info.shape)}"
+                )
+        if problems:
+            raise IncompatibleStateError(
+                f"commit {self.commit.short_id} does not fit the target: {'; '.join(problems[:5])}"
+                f"{f' and {len(problems) - 5} more' if len(problems) > 5 else ''}. Nothing was written. "
+                "Make a target of these shapes and dtypes, or use load(dtype=…)."
+            )
+
+    def save(self, directory: str | Path, *, max_shard_bytes: int = 5 << 30, overwrite: bool = False) -> list[Path]:
+        """Write the tensors as plain safetensors files, with the committed files beside them.
+
+        Built beside the target, synced, then moved in. Every name of a tied tensor is written, so that tools find the one
+        they want. Plain values of the state have no place in this format; `state()` gives them.
+
+        Args:
+            directory: made when it is missing.
+            max_shard_bytes: larger models are cut into shards with a `model.safetensors.index.json`.
+            overwrite: replace weight files of the old or new index and files of the same names; others are left.
+
+        Returns:
+            The paths that were written.
+
+        Raises:
+            AlreadyExistsError: a file of these names is there and `overwrite` is not given.
+            IncompatibleStateError: a dtype or name has no place in safetensors; names the tensor.
+        """
+        names = unique_leaf_names(self._version.structure.tree)
+        entries = []
+        for name, (_, number) in zip(names, self._version.leaves, strict=True):
+            info = self._version.tensors[number]
+            entries.append((name, info.dtype.name, info.shape))
+        if any(True for _ in self._values()):
+            warnings.warn(
+                "the plain values of this state (numbers, texts) are not part of the safetensors files; use state() to get them",
+                stacklevel=2,
+            )
+        with CheckpointWriter(Path(directory), entries, max_shard_bytes=max_shard_bytes, overwrite=overwrite) as writer:
+            with progress_bar(
+                "save", sum(self._version.tensors[number].nbytes for _, number in self._version.leaves)
+            ) as done:
+                checkout.run(self._reader, self._jobs_into_files(names, writer), done)
+            for name in self.files:
+                writer.add_file(name, self.read_file(name))
+            return writer.finish()
+
+    def _jobs_into_files(self, names: list[str], writer: CheckpointWriter) -> Iterator[ReadJob]:
+        for name, (_, number) in zip(names, self._version.leaves, strict=True):
+            target: TensorSink = writer.sink(name)
+            yield from checkout.plan_tensor(self._version, number, target, f"tensor {shorten(name)!r}")
+
+
+def _moved(tensor: Any, device: Any, dtype: Any) -> Any:
+    """On another device, in another dtype; the same tensor when neither is asked for."""
+    if dtype is not None and not (tensor.is_floating_point() or tensor.is_complex()):
+        dtype = None
+    return tensor.to(device=device, dtype=dtype)
+
+
+def _mismatch(commit: str, missing: list[str], unexpected: list[str], names: list[str]) -> str:
+    parts = []
+    if missing:
+        shown = []
+        for name in missing[:5]:
+            near = difflib.get_close_matches(name[:200], names, n=1)
+            shown.append(f"{shorten(name)!r}" + (f" (nearest in the commit: {near[0]!r})" if near else ""))
+        parts.append(
+            f"{len(missing)} of the target's tensors are not in the commit: {', '.join(shown)}{', …' if len(missing) > 5 else ''}"
+        )
+    if unexpected:
+        shown = [f"{shorten(name)!r}" for name in unexpected[:5]]
+        parts.append(
+            f"{len(unexpected)} of the commit's are not in the target: {', '.join(shown)}{', …' if len(unexpected) > 5 else ''}"
+        )
+    return f"commit {commit} does not fit the target: {'; '.join(parts)}. Nothing was written. Use strict=False to copy what is common."

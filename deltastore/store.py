@@ -1,0 +1,451 @@
+"""DeltaStore: the facade. Opens a store, wires its parts, and offers what people do with it."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import socket
+import threading
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from deltastore import layout
+from deltastore.buckets import open_bucket
+from deltastore.buckets.base import Bucket, Upload
+from deltastore.buckets.folder import FolderBucket
+from deltastore.chunk_reader import ChunkReader
+from deltastore.commit import CommitRequest, Committer
+from deltastore.diff import Diff, run_diff
+from deltastore.errors import (
+    AlreadyExistsError,
+    IndexSchemaError,
+    InvalidInputError,
+    ReadOnlyError,
+    RefConflictError,
+    RevisionNotFoundError,
+    StorageError,
+    StoreNotFoundError,
+)
+from deltastore.formats import EpochDocument, RefEntry, StoreDocument, parse_store, to_bytes
+from deltastore.history import Commit, History, check_ref_name
+from deltastore.index.index import Index
+from deltastore.index.records import RefMovement, RefRecord
+from deltastore.progress import progress_bar
+from deltastore.reflog import RefLog
+from deltastore.snapshot import Snapshot
+from deltastore.stats import StoreStats, run_stats
+from deltastore.verify import VerifyReport, run_verify
+
+FIRST_EPOCH = 1
+INDEX_NAME = "index.sqlite"
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A branch or tag and the commit it names."""
+
+    name: str
+    kind: Literal["branch", "tag"]
+    commit_id: str
+
+
+class DeltaStore:
+    """A store of model versions. A context manager; thread-safe; pickles as its address.
+
+    Args:
+        address: a folder.
+        read_only: refuse every write.
+        trust: "store" checks the xxh3-128 of every chunk that is read, "none" its BLAKE3 digest too.
+        profile: which codecs new commits use; "fast" is the only one so far.
+        baseline: "ram" (or "auto") keeps a private copy of the last committed tensors, so that the next commit finds its
+            changes in one pass; "none" reads the parent version from the store instead.
+
+    Raises:
+        StoreNotFoundError: there is no store at this address.
+        IndexSchemaError: the index is newer than this version of deltastore, or that of another store.
+    """
+
+    def __init__(
+        self,
+        address: str | os.PathLike[str],
+        *,
+        read_only: bool = False,
+        trust: Literal["store", "none"] = "store",
+        profile: Literal["fast"] = "fast",
+        baseline: Literal["auto", "ram", "none"] = "auto",
+    ) -> None:
+        _check_option("trust", trust, ("store", "none"))
+        _check_option("profile", profile, ("fast",))
+        _check_option("baseline", baseline, ("auto", "ram", "none"))
+        self.address = os.fspath(address)
+        self._options: dict[str, Any] = {
+            "read_only": read_only,
+            "trust": trust,
+            "profile": profile,
+            "baseline": baseline,
+        }
+        self._bucket = open_bucket(self.address)
+        document = _read_store_document(self._bucket, self.address)
+        self._index = _open_index(self._bucket, document, read_only=read_only)
+        self._reader = ChunkReader(self._bucket, verify_digests=trust == "none")
+        self._history = History(self._bucket, self._index, self._reader)
+        self._log = RefLog(self._bucket, self._index)
+        self._committer = Committer(
+            self._bucket, self._index, self._history, self._reader, self._log, baseline=baseline != "none"
+        )
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @classmethod
+    def create(cls, address: str | os.PathLike[str], *, exist_ok: bool = False, **options: Any) -> Self:
+        """Make a store and open it.
+
+        Args:
+            exist_ok: open the store that is there, if there is one.
+            options: as for opening.
+
+        Raises:
+            AlreadyExistsError: a store is there.
+            InvalidInputError: the place is inside or around another store.
+        """
+        if options.get("read_only"):
+            raise ReadOnlyError("a store can't be created read-only; create it, then open it with read_only=True")
+        bucket = open_bucket(os.fspath(address))
+        if bucket.stat([layout.STORE_KEY])[layout.STORE_KEY] is not None:
+            if not exist_ok:
+                raise AlreadyExistsError(
+                    f"{os.fspath(address)} is a deltastore already; open it, or pass exist_ok=True"
+                )
+            return cls(address, **options)
+        _make_store(bucket)
+        return cls(address, **options)
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Give back connections and memory. Harmless when called twice."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._committer.close()
+                self._index.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reopen, (type(self), self.address, self._options)
+
+    def __repr__(self) -> str:
+        return f"DeltaStore({self.address!r})"
+
+    # -- committing ---------------------------------------------------------------------------------------------------
+
+    def commit(
+        self,
+        source: Any,
+        message: str = "",
+        *,
+        branch: str = "main",
+        metadata: Mapping[str, Any] | None = None,
+        cast: Mapping[str, Any] | None = None,
+        files: Mapping[str, str | os.PathLike[str] | bytes] | None = None,
+        tag: str | None = None,
+        author: str | None = None,
+        expected_head: str | None = None,
+    ) -> Commit:
+        """Commit a version: only what changed against the head of the branch is stored, bit for bit.
+
+        Args:
+            source: a module, a nested state of dicts, lists and tuples with tensors and plain values, an iterator of
+                (name, tensor) pairs that is read one tensor at a time, or the path of a `.safetensors` file or of a
+                folder with one (all its other files are kept).
+            branch: moves to the new commit; made when it does not exist.
+            metadata: plain values to find the commit by, such as {"step": 100, "loss": 1.7}.
+            cast: {name pattern: torch dtype}; floating tensors are converted before they are committed.
+            files: {name: path or bytes} of what else belongs to the version, up to 64 MiB each.
+            tag: made at the new commit.
+            author: by default user@host.
+            expected_head: a commit id; refuse when the branch is not there any more.
+
+        Returns:
+            The commit, durable and visible.
+
+        Raises:
+            RefConflictError: the branch is not at `expected_head`, or was reset meanwhile.
+            IncompatibleStateError: something in the state can't be stored; names it; nothing was written.
+        """
+        self._check_writable()
+        if tag is not None:
+            self._check_new_ref(tag)
+        state, own_files = _flattened(source, cast)
+        contents = {**own_files, **{name: _file_bytes(name, value) for name, value in (files or {}).items()}}
+        request = CommitRequest(
+            message=message,
+            branch=branch,
+            metadata=dict(metadata or {}),
+            files=contents,
+            author=_default_author() if author is None else author,
+            expected_head=expected_head,
+        )
+        with progress_bar("commit", None) as done:
+            commit = self._committer.commit(request, state, done)
+        if tag is not None:
+            self.create_tag(tag, revision=commit.id)
+        return commit
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def checkout(self, revision: str = "main") -> Snapshot:
+        """Open a version: a lazy mapping of its tensors. Reads no tensor bytes.
+
+        Raises:
+            RevisionNotFoundError: no branch, tag or commit answers to `revision`.
+        """
+        commit = self._history.commit(revision)
+        return Snapshot(commit, self._history.version(commit.id), self._reader)
+
+    def list_commits(self, revision: str = "main", limit: int | None = None) -> list[Commit]:
+        """First-parent history of a revision, newest first."""
+        return self._history.log(revision, limit)
+
+    def get_commit(self, revision: str = "main") -> Commit:
+        """The commit that a revision names."""
+        return self._history.commit(revision)
+
+    def list_refs(self) -> list[Ref]:
+        """All branches and tags, by name."""
+        return [Ref(ref.name, ref.kind, ref.commit_id) for ref in self._index.refs()]
+
+    def diff(self, before: str, after: str) -> Diff:
+        """What changed from one revision to another, per tensor. Reads only chunks that differ."""
+        first, second = self._history.commit(before), self._history.commit(after)
+        return run_diff(
+            self._reader, (first, self._history.version(first.id)), (second, self._history.version(second.id))
+        )
+
+    def verify(self, revision: str | None = None, *, read_data: bool = False) -> VerifyReport:
+        """Check every object that a revision, or all branches and tags, need. Changes nothing.
+
+        Args:
+            read_data: decode every stored chunk once and compare its digests, too.
+        """
+        if revision is None:
+            heads = sorted({ref.commit_id for ref in self._index.refs()})
+            ids = list(dict.fromkeys(each.id for head in heads for each in self._index.ancestors(head)))
+        else:
+            ids = [self._history.resolve(revision)]
+        with progress_bar("verify", len(ids), unit="commit") as done:
+            return run_verify(
+                self._bucket, self._index, self._history, self._reader, ids, read_data=read_data, progress=done
+            )
+
+    def stats(self) -> StoreStats:
+        """Counts, and logical against stored bytes."""
+        return run_stats(self._bucket, self._index)
+
+    # -- branches and tags ----------------------------------------------------------------------------------------------
+
+    def create_branch(self, name: str, *, revision: str = "main") -> Ref:
+        """Make a branch at a revision. Raises AlreadyExistsError."""
+        return self._create_ref("branch", name, revision)
+
+    def create_tag(self, name: str, *, revision: str = "main") -> Ref:
+        """Make a tag at a revision; tags never move. Raises AlreadyExistsError."""
+        return self._create_ref("tag", name, revision)
+
+    def delete_branch(self, name: str) -> None:
+        """Delete a branch. Its commits stay reachable by id. Raises RevisionNotFoundError."""
+        self._delete_ref("branch", name)
+
+    def delete_tag(self, name: str) -> None:
+        """Delete a tag. Raises RevisionNotFoundError."""
+        self._delete_ref("tag", name)
+
+    def reset_branch(self, name: str, *, revision: str, expected: str | None = None) -> Ref:
+        """Move a branch to any revision.
+
+        Args:
+            expected: the revision that the branch must be at now.
+
+        Raises:
+            RefConflictError: the branch is not at `expected`.
+        """
+        current = self._existing("branch", name)
+        if expected is not None and current.commit_id != self._history.resolve(expected):
+            raise RefConflictError(name, self._history.resolve(expected), current.commit_id)
+        new = self._history.resolve(revision)
+        self._move("branch", name, "move", current.commit_id, new)
+        return Ref(name, "branch", new)
+
+    def _create_ref(self, kind: Literal["branch", "tag"], name: str, revision: str) -> Ref:
+        self._check_new_ref(name)
+        commit_id = self._history.resolve(revision)
+        self._move(kind, name, "create", None, commit_id)
+        return Ref(name, kind, commit_id)
+
+    def _delete_ref(self, kind: Literal["branch", "tag"], name: str) -> None:
+        self._move(kind, name, "delete", self._existing(kind, name).commit_id, None)
+
+    def _existing(self, kind: Literal["branch", "tag"], name: str) -> RefRecord:
+        self._check_writable()
+        ref = self._index.ref(name)
+        if ref is None or ref.kind != kind:
+            found = f"; {name!r} is a {ref.kind}" if ref is not None else ""
+            raise RevisionNotFoundError(f"no {kind} {name!r}{found}; see `deltastore {kind}`")
+        return ref
+
+    def _check_new_ref(self, name: str) -> None:
+        self._check_writable()
+        check_ref_name(name)
+        ref = self._index.ref(name)
+        if ref is not None:
+            raise AlreadyExistsError(
+                f"{ref.kind} {name!r} exists already, at {ref.commit_id[:12]}; delete it first or choose another name"
+            )
+
+    def _move(
+        self,
+        kind: Literal["branch", "tag"],
+        name: str,
+        action: Literal["create", "move", "delete"],
+        old: str | None,
+        new: str | None,
+    ) -> None:
+        entry = RefEntry(
+            action=action, ref_kind=kind, name=name, old=old, new=new, author=_default_author(), time=_now()
+        )
+        self._log.fill_holes()
+        self._index.move_ref(
+            RefMovement(
+                name=name,
+                kind=kind,
+                action=action,
+                expected=old,
+                new=new,
+                body=to_bytes(entry),
+                mirrored=self._log.pending_marks(),
+            )
+        )
+        self._log.moved()
+
+    def _check_writable(self) -> None:
+        if self._closed:
+            raise InvalidInputError("this store is closed; open it anew")
+        if self._options["read_only"]:
+            raise ReadOnlyError(f"{self.address} was opened read-only; open it without read_only to write")
+
+
+def _reopen(cls: type[DeltaStore], address: str, options: dict[str, Any]) -> DeltaStore:
+    return cls(address, **options)
+
+
+def _check_option(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise InvalidInputError(f"{name}={value!r}; expected one of {', '.join(map(repr, allowed))}")
+
+
+def _read_store_document(bucket: Bucket, address: str) -> StoreDocument:
+    try:
+        data = bucket.get(layout.STORE_KEY)
+    except StorageError as error:
+        if error.kind == "missing":
+            raise StoreNotFoundError(
+                f"no deltastore at {address!r}; make one with `deltastore init {address}`"
+            ) from error
+        raise
+    return parse_store(data)
+
+
+def _index_path(bucket: Bucket) -> Path:
+    if not isinstance(bucket, FolderBucket):
+        raise InvalidInputError(f"{bucket.url}: this version keeps stores in folders only")
+    return bucket.root / INDEX_NAME
+
+
+def _open_index(bucket: Bucket, document: StoreDocument, *, read_only: bool) -> Index:
+    path = _index_path(bucket)
+    if document.index != "embedded":
+        raise IndexSchemaError(f"{bucket.url} has a shared index, which this version can't open; upgrade deltastore")
+    if not path.exists():
+        raise IndexSchemaError(
+            f"{path} is missing, so branches and history are unknown; all objects are still in the folder: "
+            "put the index back from a backup"
+        )
+    return Index.open(path, read_only=read_only, store_uuid=document.uuid)
+
+
+def _make_store(bucket: Bucket) -> None:
+    """Index first, `store.json` last: a store that was only half made is finished by the next create()."""
+    path = _index_path(bucket)
+    _refuse_nesting(path.parent)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        try:
+            Index.create(
+                path, store_uuid=str(uuid.uuid4()), format=1, epoch=FIRST_EPOCH, features=(), created_at=_now()
+            ).close()
+        except AlreadyExistsError:
+            pass  # another process was faster
+    with Index.open(path) as index:
+        meta = index.meta()
+    epoch = EpochDocument(epoch=meta.epoch, host=socket.gethostname(), time=meta.created_at, writer=meta.store_uuid)
+    store = StoreDocument(uuid=meta.store_uuid, index="embedded", features=(), created_at=meta.created_at)
+    bucket.put([Upload(layout.epoch_key(meta.epoch), [to_bytes(epoch)])])
+    bucket.put([Upload(layout.STORE_KEY, [to_bytes(store)])])
+
+
+def _refuse_nesting(folder: Path) -> None:
+    for parent in folder.absolute().parents:
+        if (parent / layout.STORE_KEY).is_file() and (parent / INDEX_NAME).exists():
+            raise InvalidInputError(f"{folder} is inside the store {parent}; choose a place outside of it")
+    if folder.is_dir():
+        for inner, _, names in os.walk(folder):
+            if layout.STORE_KEY in names and INDEX_NAME in names:
+                raise InvalidInputError(f"{folder} holds the store {inner}; choose another place")
+
+
+def _flattened(source: Any, cast: Mapping[str, Any] | None) -> tuple[Any, dict[str, bytes]]:
+    """The state of any source, and the files that it brings by itself."""
+    from deltastore import files, tensors
+
+    if isinstance(source, (str, os.PathLike)):
+        checkpoint = files.open_checkpoint(Path(source))
+        state = files.checkpoint_state(checkpoint)
+        return (state if cast is None else tensors.cast_state(state, cast)), {
+            name: path.read_bytes() for name, path in checkpoint.files.items()
+        }
+    if isinstance(source, Iterator):
+        return tensors.iterable_sources(source, cast), {}
+    return tensors.flatten_state(source, cast), tensors.module_files(source)
+
+
+def _file_bytes(name: str, value: str | os.PathLike[str] | bytes) -> bytes:
+    if isinstance(value, bytes):
+        return value
+    try:
+        return Path(value).read_bytes()
+    except OSError as error:
+        raise InvalidInputError(f"file {name!r}: {value} can't be read: {error.strerror}") from error
+
+
+def _default_author() -> str:
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        user = str(os.getuid()) if hasattr(os, "getuid") else "unknown"
+    return f"{user}@{socket.gethostname()}"
+
+
+def _now() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")

@@ -1,0 +1,529 @@
+"""Torch tensors in and out, as ranges of bytes. The only module that imports torch, and only inside functions.
+
+    state ──flatten_state──▶ FlatState of TorchSource ──read(start, stop)──▶ bytes
+    bytes ──TorchSink.view / .write──▶ memory of the target
+
+Bytes are never routed through arithmetic: memory is read as it lies, strided or remote tensors are copied as integers
+of the same width, and a lazy conjugation or negation flips sign bits. No call copies elements that it was not asked for.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import importlib.util
+import json
+import math
+import sys
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from deltastore.dtypes import PACKED_FLOAT4, DType, dtype_of
+from deltastore.errors import IncompatibleStateError, InvalidInputError, MissingDependencyError
+from deltastore.state import Array, FlatState, Path, describe_path, flatten, leaf_names, path_name
+
+Tensor = Any  # torch.Tensor: this module is read by type checkers and programs that have no torch
+
+_NAMED_PROBLEMS = 10  # names listed in one message
+_SUBCLASSES = {
+    "DTensor": "is a DTensor; call `tensor.full_tensor()` on every rank",
+    "FakeTensor": "is a fake tensor, it has no values; make the model outside FakeTensorMode",
+    "FunctionalTensor": "is a functional tensor; call `torch._from_functional_tensor(tensor.elem)`",
+    "NestedTensor": "is a nested tensor; commit the list `tensor.unbind()`",
+    "UninitializedParameter": "is not initialised; run the model once, so that its shape is known",
+    "UninitializedBuffer": "is not initialised; run the model once, so that its shape is known",
+}
+
+
+def torch_available() -> bool:
+    """Whether torch is installed."""
+    return importlib.util.find_spec("torch") is not None
+
+
+def _torch() -> Any:
+    try:
+        import torch
+    except ImportError:
+        raise MissingDependencyError("PyTorch is needed for tensors; run `pip install 'deltastore[torch]'`") from None
+    return torch
+
+
+# -- dtypes -----------------------------------------------------------------------------------------------------------
+
+
+def to_torch_dtype(name: str) -> Any:
+    """The torch dtype of this name. Raises IncompatibleStateError when the name or the installed torch lacks it."""
+    found = getattr(_torch(), dtype_of(name).name, None)
+    if found is None:
+        raise IncompatibleStateError(f"the installed torch {_torch().__version__} has no dtype {name}; upgrade torch")
+    return found
+
+
+def from_torch_dtype(dtype: Any) -> str:
+    """The name of a torch dtype, such as `"bfloat16"`. Raises IncompatibleStateError for those that can't be stored."""
+    return dtype_of(str(dtype).removeprefix("torch.")).name
+
+
+# -- out of torch -----------------------------------------------------------------------------------------------------
+
+
+class TorchSource:
+    """The logical bytes of a strided tensor on any device, optionally cast while they are read. See `TensorSource`.
+
+    Shares the tensor's memory and holds a reference to it. `name` is used in messages only.
+    """
+
+    __slots__ = ("_cast", "_name", "_tensor", "_words", "dtype", "frozen", "shape")
+
+    def __init__(self, tensor: Tensor, *, name: str = "tensor", frozen: bool = False, cast: Any = None) -> None:
+        self._tensor = tensor.detach()
+        self._name = name
+        self._cast = None if cast == tensor.dtype else cast
+        self._words = dtype_of(from_torch_dtype(tensor.dtype))
+        self.dtype = from_torch_dtype(tensor.dtype if cast is None else cast)
+        self.shape = tuple(int(size) for size in tensor.shape)
+        self.frozen = frozen
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return math.prod(self.shape) * dtype_of(self.dtype).itemsize
+
+    def read(self, start: int, stop: int) -> Array:
+        """Bytes of elements [start, stop): a read-only view of live memory where that is contiguous, else a fresh copy.
+
+        Raises IncompatibleStateError when the tensor's memory was given up since the source was made.
+        """
+        tensor = self._tensor
+        if _check_range(start, stop, self.shape, self._name) == 0:
+            return np.empty(0, np.uint8)
+        if not _has_memory(tensor):
+            raise IncompatibleStateError(
+                f"the memory of {self._name} was freed while it was read; commit it before that"
+            )
+        if self._cast is not None:
+            return self._read_cast(start, stop)
+        lazy = tensor.is_conj() or tensor.is_neg()
+        if tensor.device.type == "cpu" and tensor.is_contiguous() and not lazy:
+            size = self._words.itemsize
+            return _memory(tensor, readonly=True)[start * size : stop * size]
+        data = _memory(_gather(*_integers(tensor, self._words, start, stop)), readonly=False)
+        if lazy:
+            self._resolve(data.view(f"<u{self._words.word}"))
+        return data
+
+    def _read_cast(self, start: int, stop: int) -> Array:
+        tensor = self._tensor.view(-1) if self._tensor.is_contiguous() else self._tensor
+        return _memory(_gather(tensor, start, stop, self._cast), readonly=False)
+
+    def _resolve(self, words: Any) -> None:
+        sign = words.dtype.type(1 << (8 * words.itemsize - 1))
+        if self._tensor.is_conj():
+            words[1::2] ^= sign  # imaginary parts
+        if self._tensor.is_neg():
+            words ^= sign
+
+
+def flatten_state(source: Any, cast: Mapping[str, Any] | None = None) -> FlatState:
+    """Take a module or a nested state apart; the tensors of the result are `TorchSource`s.
+
+    A module stands for its `state_dict()`; parameters with `requires_grad=False` are marked frozen. Leaves are tied if they
+    have the same non-empty storage, offset, dtype, shape and strides. `cast` maps patterns of leaf names (the first match
+    wins) to a floating torch dtype or its name; it changes floating tensors only. Reads no tensor bytes. Raises
+    IncompatibleStateError naming what can't be committed and the conversion to use, InvalidInputError for a bad `cast`.
+    """
+    torch = sys.modules.get("torch")  # while torch is not loaded, nothing in a state can be one of its tensors
+    if torch is None:
+        return flatten(source, lambda _: False)
+    targets = _cast_targets(cast)
+    if isinstance(source, torch.nn.Module):
+        source = source.state_dict(keep_vars=True)
+    thawed: set[Hashable] = set()
+
+    def tie_key(tensor: Tensor) -> Hashable | None:
+        key = _tie_key(tensor)
+        if not (isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad):
+            thawed.add(key)
+        return key
+
+    flat = _flatten_tensors(source, tie_key, "committed")
+    first: dict[int, tuple[Path, Any]] = {}
+    for (path, index), name in zip(flat.leaves, leaf_names(flat.tree), strict=True):
+        target = _cast_target(targets, name, flat.tensors[index])
+        before, chosen = first.setdefault(index, (path, target))
+        if chosen != target:
+            raise InvalidInputError(
+                f"{describe_path(before)} and {describe_path(path)} are one tied tensor, but `cast` gives them "
+                f"{chosen or 'no cast'} and {target or 'no cast'}; give both the same"
+            )
+    sources = []
+    for index, tensor in enumerate(flat.tensors):
+        path, target = first[index]
+        frozen = _tie_key(tensor) not in thawed
+        sources.append(TorchSource(tensor, name=describe_path(path), frozen=frozen, cast=target))
+    return FlatState(flat.tree, sources, flat.values, flat.leaves)
+
+
+def iterable_sources(
+    iterable: Iterable[tuple[str, Tensor]], cast: Mapping[str, Any] | None = None
+) -> Iterator[tuple[str, TorchSource]]:
+    """(name, source) for every (name, tensor) pair; holds no tensor while the next pair is produced.
+
+    Raises IncompatibleStateError for duplicate names and tensors that can't be committed, InvalidInputError for what is no
+    such pair.
+    """
+    targets = _cast_targets(cast)
+    torch = _torch()
+    seen: set[str] = set()
+    pairs = iter(iterable)
+    while (pair := next(pairs, None)) is not None:
+        if not isinstance(pair, tuple) or len(pair) != 2 or type(pair[0]) is not str:
+            raise InvalidInputError(
+                f"expected (name, tensor) pairs after {len(seen)} of them, found a {type(pair).__name__}"
+            )
+        name, tensor = pair
+        if name in seen:
+            raise IncompatibleStateError(f"the name {name!r} comes twice; give every tensor a name of its own")
+        seen.add(name)
+        flat = flatten({name: tensor}, lambda value: isinstance(value, torch.Tensor))
+        problem = _problem(tensor) if flat.tensors else "is no tensor; commit plain values as parts of a state"
+        if problem is not None:
+            raise IncompatibleStateError(f"{name!r} {problem}")
+        frozen = isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
+        item = (name, TorchSource(tensor, name=repr(name), frozen=frozen, cast=_cast_target(targets, name, tensor)))
+        del pair, tensor, flat
+        yield item
+        del item
+
+
+def module_files(source: Any) -> dict[str, bytes]:
+    """What a transformers model keeps beside its weights: config.json, and generation_config.json when it generates.
+
+    The texts are those of `save_pretrained`. Empty for everything that is not such a model.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(source, torch.nn.Module):
+        return {}
+    while isinstance(inner := getattr(source, "_orig_mod", None) or _wrapped(source), torch.nn.Module):
+        source = inner
+    to_json = getattr(getattr(source, "config", None), "to_json_string", None)
+    if to_json is None:
+        return {}
+    document = json.loads(to_json())
+    document["architectures"] = [type(source).__name__.removeprefix("FSDP")]
+    if isinstance(dtype := getattr(source, "dtype", None), torch.dtype):
+        document["dtype"] = str(dtype).removeprefix("torch.")
+    files = {"config.json": (json.dumps(document, indent=2, sort_keys=True) + "\n").encode()}
+    generation = getattr(source, "generation_config", None)
+    if generation is not None and source.can_generate():
+        files["generation_config.json"] = generation.to_json_string().encode()
+    return files
+
+
+def _wrapped(module: Any) -> Any:
+    """The model inside DDP and similar wrappers, which have no config of their own."""
+    return None if hasattr(module, "config") else getattr(module, "module", None)
+
+
+# -- into torch -------------------------------------------------------------------------------------------------------
+
+
+class Target(NamedTuple):
+    """A tensor leaf of a state that is loaded into; leaves with the same `tie` are tied."""
+
+    path: Path
+    name: str
+    tensor: Tensor
+    tie: int
+
+
+class TorchSink:
+    """The memory of a tensor, to be written in ranges of bytes. See `TensorSink`.
+
+    Raises IncompatibleStateError for tensors that can't be written element by element, such as expanded ones.
+    """
+
+    __slots__ = ("_name", "_tensor", "_words", "dtype", "shape")
+
+    def __init__(self, tensor: Tensor, *, name: str = "tensor") -> None:
+        problem = _problem(tensor) or _overlap(tensor)
+        if problem is not None:
+            raise IncompatibleStateError(f"{name} {problem}")
+        self._tensor = tensor.detach()
+        self._name = name
+        self._words = dtype_of(from_torch_dtype(tensor.dtype))
+        self.dtype = self._words.name
+        self.shape = tuple(int(size) for size in tensor.shape)
+        if not tensor.is_inference():  # a graph that saved the old values must notice
+            _torch().autograd.graph.increment_version(tensor)
+
+    def view(self, start: int, stop: int) -> Array | None:
+        """Writable uint8 view of elements [start, stop), None unless the tensor is contiguous and on the CPU."""
+        _check_range(start, stop, self.shape, self._name)
+        if self._tensor.device.type != "cpu" or not self._tensor.is_contiguous():
+            return None
+        size = self._words.itemsize
+        return _memory(self._tensor, readonly=False)[start * size : stop * size]
+
+    def write(self, start: int, stop: int, data: Array) -> None:
+        """Copy the bytes of elements [start, stop) into the tensor, whatever its strides or device."""
+        count = _check_range(start, stop, self.shape, self._name)
+        if data.nbytes != count * self._words.itemsize:
+            raise InvalidInputError(
+                f"{self._name}: elements [{start}, {stop}) are {count * self._words.itemsize} bytes, got {data.nbytes}"
+            )
+        view = self.view(start, stop)
+        if view is not None:
+            view[:] = data
+        elif count:
+            integers, first, last = _integers(self._tensor, self._words, start, stop)
+            filled = _torch().empty(last - first, dtype=integers.dtype)
+            _memory(filled, readonly=False)[:] = data
+            offset = 0
+            for block in _blocks(integers, first, last):
+                block.copy_(filled[offset : offset + block.numel()].view(block.shape))
+                offset += block.numel()
+
+
+def target_tensors(target: Any) -> list[Target]:
+    """The tensors of a module or nested state that can be loaded into, in order.
+
+    Raises IncompatibleStateError naming all that can't be written to, and those that a module only makes a copy of.
+    """
+    torch = _torch()
+    owned: set[int] | None = None
+    if isinstance(target, torch.nn.Module):
+        module, target = target, target.state_dict(keep_vars=True)
+        owned = {id(value) for value in (*module.parameters(), *module.buffers())}
+        storages = {_pointer(value) for value in (*module.parameters(), *module.buffers()) if _problem(value) is None}
+    flat = _flatten_tensors(target, _tie_key, "loaded into")
+    result = []
+    for path, index in flat.leaves:
+        tensor = flat.tensors[index]
+        problem = _overlap(tensor)
+        if owned is not None and tensor.numel() and id(tensor) not in owned and _pointer(tensor) not in storages:
+            problem = "is a copy made by `state_dict()`; use `module.load_state_dict(snapshot.state())`"
+        if problem is not None:
+            raise IncompatibleStateError(f"{describe_path(path)} {problem}")
+        result.append(Target(path, path_name(path), tensor, index))
+    return result
+
+
+def empty_tensor(dtype: str, shape: Sequence[int], device: Any = "cpu") -> Tensor:
+    """An uninitialised contiguous tensor of this dtype name and shape."""
+    torch = _torch()
+    kind = to_torch_dtype(dtype)
+    if dtype == "complex32":  # making one directly warns that most operators lack it
+        return torch.empty(tuple(shape), dtype=torch.int32, device=device).view(kind)
+    return torch.empty(tuple(shape), dtype=kind, device=device)
+
+
+def tensor_from_bytes(dtype: str, shape: Sequence[int], data: bytes | Array, device: Any = "cpu") -> Tensor:
+    """A tensor with memory of its own that holds these bytes. Raises InvalidInputError when their number is wrong."""
+    tensor = empty_tensor(dtype, shape, device)
+    TorchSink(tensor).write(0, math.prod(shape), np.frombuffer(data, np.uint8))
+    return tensor
+
+
+# -- what can be stored -----------------------------------------------------------------------------------------------
+
+
+def _flatten_tensors(value: Any, tie_key: Callable[[Tensor], Hashable | None], use: str) -> FlatState:
+    """Flatten a state, refusing all tensors that have no plain memory in one message."""
+    torch = _torch()
+    problems: dict[int, str] = {}
+
+    def key_of(tensor: Tensor) -> Hashable | None:
+        problem = _problem(tensor)
+        if problem is None:
+            return tie_key(tensor)
+        problems[id(tensor)] = problem
+        return None
+
+    flat = flatten(value, lambda leaf: isinstance(leaf, torch.Tensor), key_of)
+    if problems:
+        lines = [
+            f"{describe_path(path)} {problems[id(flat.tensors[i])]}"
+            for path, i in flat.leaves
+            if id(flat.tensors[i]) in problems
+        ]
+        more = f"\n... and {len(lines) - _NAMED_PROBLEMS} more" if len(lines) > _NAMED_PROBLEMS else ""
+        named = "\n".join(lines[:_NAMED_PROBLEMS])
+        raise IncompatibleStateError(
+            f"{len(lines)} of {len(flat.leaves)} tensors can't be {use}:\n{named}{more}" if len(lines) > 1 else named
+        )
+    return flat
+
+
+def _problem(tensor: Tensor) -> str | None:
+    """Why a tensor has no plain dense memory, and what to do; None when it has."""
+    torch = _torch()
+    kind = type(tensor)
+    for base in kind.__mro__:
+        if base.__name__ in _SUBCLASSES:
+            return _SUBCLASSES[base.__name__]
+    if kind not in (torch.Tensor, torch.nn.Parameter):
+        return (
+            f"is a {kind.__module__}.{kind.__qualname__}, an unknown tensor subclass; commit the plain tensors that it "
+            "is made of, or `tensor.dequantize()`, or `tensor.as_subclass(torch.Tensor)` where that holds the values"
+        )
+    if torch._is_functional_tensor(tensor):
+        return "is a functional tensor; call `torch._from_functional_tensor(tensor)`"
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return "is a tensor inside a torch.func transform; commit it outside"
+    if tensor.is_nested:
+        return _SUBCLASSES["NestedTensor"]
+    if tensor.is_quantized:
+        return f"is quantised ({tensor.dtype}); commit `tensor.int_repr()` with its scales, or `tensor.dequantize()`"
+    if tensor.layout is not torch.strided:
+        return f"has the layout {tensor.layout}; commit `tensor.to_dense()`, or its parts"
+    if tensor.is_meta:
+        return (
+            "is on the meta device, it has no values; load the model without offloading, make it with "
+            "`module.to_empty(device='cpu')`, or commit an iterable of (name, tensor) pairs"
+        )
+    name = str(tensor.dtype).removeprefix("torch.")
+    try:
+        dtype = dtype_of(name)
+    except IncompatibleStateError as error:
+        return f"can't be stored: {error}"
+    if tensor.is_neg() and not dtype.floating:
+        return "is a lazily negated integer tensor; call `tensor.resolve_neg()`"
+    if not _has_memory(tensor):
+        return "has no memory behind it (FSDP frees that of sharded parameters); gather the full parameters first"
+    return None
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Whether the storage holds every element. Torch itself checks that only when a view is made."""
+    if tensor.numel() == 0:
+        return True
+    try:
+        available = tensor.untyped_storage().nbytes()
+    except (NotImplementedError, RuntimeError):
+        return False
+    last = tensor.storage_offset() + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return bool((last + 1) * tensor.dtype.itemsize <= available)
+
+
+def _overlap(tensor: Tensor) -> str | None:
+    """Why the elements of a tensor can't be written one by one; None when each has memory of its own."""
+    if tensor.is_conj() or tensor.is_neg():
+        return "is a lazily conjugated or negated view; load into `tensor.resolve_conj().resolve_neg()`"
+    reach = 0
+    for step, size in sorted((step, n) for n, step in zip(tensor.shape, tensor.stride(), strict=True) if n > 1):
+        if step <= reach and tensor.numel():
+            kind = "an expanded view" if step == 0 else "a view with overlapping elements"
+            return f"is {kind}, several elements share one place in memory; load into `tensor.contiguous()`"
+        reach += step * (size - 1)
+    return None
+
+
+def _pointer(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage().data_ptr())
+
+
+def _tie_key(tensor: Tensor) -> Hashable | None:
+    if tensor.numel() == 0:
+        return None
+    lazy = (tensor.is_conj(), tensor.is_neg())
+    layout = (tensor.storage_offset(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+    return _pointer(tensor), str(tensor.device), layout, lazy
+
+
+# -- casts ------------------------------------------------------------------------------------------------------------
+
+
+def _cast_targets(cast: Mapping[str, Any] | None) -> list[tuple[str, Any]]:
+    targets = []
+    for pattern, target in (cast or {}).items():
+        dtype = to_torch_dtype(target) if isinstance(target, str) else target
+        if not isinstance(dtype, _torch().dtype):
+            raise InvalidInputError(f"cast[{pattern!r}] is {target!r}; expected a torch dtype, such as torch.bfloat16")
+        if not dtype.is_floating_point or from_torch_dtype(dtype) == PACKED_FLOAT4:
+            raise InvalidInputError(f"cast[{pattern!r}] is {dtype}; expected a floating dtype, such as torch.bfloat16")
+        targets.append((pattern, dtype))
+    return targets
+
+
+def _cast_target(targets: list[tuple[str, Any]], name: str, tensor: Tensor) -> Any:
+    """The dtype that a leaf is cast to, None when it stays as it is."""
+    if not tensor.dtype.is_floating_point or str(tensor.dtype) == f"torch.{PACKED_FLOAT4}":
+        return None
+    target = next((dtype for pattern, dtype in targets if fnmatch.fnmatchcase(name, pattern)), None)
+    return None if target == tensor.dtype else target
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+class _Memory:
+    """Lends the memory of a tensor to NumPy. `Tensor.numpy()` would pin the storage to its size for ever."""
+
+    __slots__ = ("__array_interface__", "_owner")
+
+    def __init__(self, tensor: Tensor, readonly: bool) -> None:
+        self._owner = tensor
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (tensor.numel() * tensor.dtype.itemsize,),
+            "data": (tensor.data_ptr(), readonly),
+        }
+
+
+def _memory(tensor: Tensor, *, readonly: bool) -> Array:
+    """All bytes of a contiguous CPU tensor: 1-d uint8, sharing and keeping alive its memory."""
+    if tensor.numel() == 0:
+        return np.empty(0, np.uint8)
+    return np.asarray(_Memory(tensor, readonly))
+
+
+def _check_range(start: int, stop: int, shape: tuple[int, ...], name: str) -> int:
+    size = math.prod(shape)
+    if not 0 <= start <= stop <= size:
+        raise InvalidInputError(f"{name} has {size} elements, [{start}, {stop}) is no range of them")
+    return stop - start
+
+
+def _integers(tensor: Tensor, dtype: DType, start: int, stop: int) -> tuple[Tensor, int, int]:
+    """The same memory as integers of the same width, with lazy bits ignored, and the range [start, stop) in those."""
+    torch = _torch()
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}[dtype.itemsize]
+    contiguous = tensor.is_contiguous()
+    shape = (tensor.numel(),) if contiguous else tuple(tensor.shape)
+    strides = (1,) if contiguous else tensor.stride()
+    offset = tensor.storage_offset()
+    if dtype.itemsize == 16:  # no integer is that wide: two of them
+        shape, strides = (*shape, 2), (*(2 * step for step in strides), 1)
+        offset, start, stop = 2 * offset, 2 * start, 2 * stop
+    view = torch.empty(0, dtype=kind, device=tensor.device).set_(tensor.untyped_storage(), offset, shape, strides)
+    return view, start, stop
+
+
+def _blocks(tensor: Tensor, start: int, stop: int) -> Iterator[Tensor]:
+    """The elements [start, stop) in flat order, as at most two rectangular views per dimension."""
+    if start == 0 and stop == tensor.numel():
+        yield tensor
+        return
+    row = tensor.numel() // tensor.shape[0]
+    first, head = divmod(start, row)
+    last, tail = divmod(stop, row)
+    if head:
+        yield from _blocks(tensor[first], head, tail if first == last else row)
+        first += 1
+    if first < last:
+        yield tensor[first:last]
+    if tail and first <= last:
+        yield from _blocks(tensor[last], 0, tail)
+
+
+def _gather(tensor: Tensor, start: int, stop: int, dtype: Any = None) -> Tensor:
+    """A fresh 1-d CPU tensor of the elements [start, stop) in flat order."""
+    out = _torch().empty(stop - start, dtype=dtype or tensor.dtype)
+    offset = 0
+    for block in _blocks(tensor, start, stop):
+        out[offset : offset + block.numel()].view(block.shape).copy_(block)
+        offset += block.numel()
+    return out

@@ -1,0 +1,174 @@
+"""verify(): is everything there, and is it what it says?
+
+The structure check looks at every object that the index names: present, of the right size, parseable, and consistent with the
+others. With `read_data` every stored entry that a commit needs is decoded once and its digests are compared. Nothing is
+changed, and the check goes on past damage: every broken object is named, with the commits that it breaks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from deltastore.buckets.base import Bucket
+from deltastore.chunk_reader import ChunkReader, ReadJob
+from deltastore.digests import chunk_digest
+from deltastore.errors import DeltaStoreError
+from deltastore.history import History, Version
+from deltastore.index.index import Index
+from deltastore.manifests import ChunkRow
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something broken: the object, what is wrong with it, and ids of the commits that need it."""
+
+    key: str
+    message: str
+    commits: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class _Work:
+    problems: dict[tuple[str, str], set[str]] = field(default_factory=dict)
+    commits: int = 0
+    objects: int = 0
+    chunks: int = 0
+    bytes_read: int = 0
+
+    def add(self, key: str, message: str, commit: str) -> None:
+        self.problems.setdefault((key, message), set()).add(commit)
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What was looked at, and what is broken. True when all is well.
+
+    Attributes:
+        chunks: distinct chunks decoded; bytes_read: their raw bytes. Both 0 without `read_data`.
+    """
+
+    commits: int
+    objects: int
+    chunks: int
+    bytes_read: int
+    problems: tuple[Problem, ...]
+
+    def __bool__(self) -> bool:
+        return not self.problems
+
+
+def run_verify(
+    bucket: Bucket,
+    index: Index,
+    history: History,
+    reader: ChunkReader,
+    commit_ids: Sequence[str],
+    *,
+    read_data: bool,
+    progress: Callable[[int], None] | None = None,
+) -> VerifyReport:
+    """Check these commits. `progress` is called with 1 per commit."""
+    work = _Work()
+    seen_objects: set[str] = set()
+    seen_chunks: set[tuple[str, int]] = set()
+    broken_objects: dict[str, str] = {}
+    for commit_id in commit_ids:
+        work.commits += 1
+        keys = index.objects_of_commit(commit_id)
+        states = index.object_states([key for key in keys if key not in seen_objects])
+        found = bucket.stat(list(states))
+        for key, record in states.items():
+            seen_objects.add(key)
+            work.objects += 1
+            info = found[key]
+            if info is None:
+                broken_objects[key] = "missing from the bucket"
+            elif info.size != record.size:
+                broken_objects[key] = f"has {info.size} bytes, the index expects {record.size}"
+        for key in keys:
+            if key in broken_objects:
+                work.add(key, broken_objects[key], commit_id)
+        try:
+            version = history.version(commit_id)
+            _check_version(version, reader, commit_id, work)
+            if read_data:
+                _read_version(version, reader, commit_id, seen_chunks, work)
+        except DeltaStoreError as error:
+            work.add(_key_of(str(error)), str(error), commit_id)
+        if progress is not None:
+            progress(1)
+    problems = tuple(Problem(key, message, tuple(sorted(commits))) for (key, message), commits in work.problems.items())
+    return VerifyReport(work.commits, work.objects, work.chunks, work.bytes_read, problems)
+
+
+def _check_version(version: Version, reader: ChunkReader, commit_id: str, work: _Work) -> None:
+    """Every row resolves to a full entry, inside the manifest's pack table."""
+    for number, info in enumerate(version.tensors):
+        if not info.chunks:
+            continue
+        table = {ref.pack_id for ref in version.manifest(info.shard).packs}
+        for index, row in enumerate(version.rows(number)):
+            label = f"{version.label(number)}, chunk {index}"
+            try:
+                chain = reader.chain(row.pack_id, row.row)
+            except DeltaStoreError as error:
+                work.add(_key_of(str(error)), f"{label}: {error}", commit_id)
+                continue
+            if chain[0].digest != row.digest or chain[0].raw_length != info.chunk_length(index):
+                work.add(row.pack_id, f"{label}: the pack's columns do not agree with the manifest", commit_id)
+            outside = {entry.pack_id for entry in chain} - table
+            if outside:
+                work.add(
+                    version.document.placement.manifests[info.shard].key,
+                    f"{label}: packs {sorted(outside)} are not in its table",
+                    commit_id,
+                )
+
+
+def _read_version(
+    version: Version, reader: ChunkReader, commit_id: str, seen: set[tuple[str, int]], work: _Work
+) -> None:
+    for number, info in enumerate(version.tensors):
+        for index, row in enumerate(version.rows(number)):
+            _read_chunk(version, number, index, row, info.chunk_length(index), reader, commit_id, seen, work)
+
+
+def _read_chunk(
+    version: Version,
+    number: int,
+    index: int,
+    row: ChunkRow,
+    length: int,
+    reader: ChunkReader,
+    commit_id: str,
+    seen: set[tuple[str, int]],
+    work: _Work,
+) -> None:
+    if (row.pack_id, row.row) in seen:
+        return
+    label = f"{version.label(number)}, chunk {index}"
+    out = np.empty(length, np.uint8)
+    try:
+        reader.read(ReadJob(row, length, label, out=out))
+        if chunk_digest(out) != row.digest:
+            work.add(
+                row.pack_id, f"{label}: the decoded chunk does not have its BLAKE3 digest {row.digest.hex()}", commit_id
+            )
+            return
+    except DeltaStoreError as error:
+        work.add(_key_of(str(error)), str(error), commit_id)
+        return
+    seen.add((row.pack_id, row.row))
+    work.chunks += 1
+    work.bytes_read += length
+
+
+def _key_of(message: str) -> str:
+    """The object key that a message names, for grouping."""
+    for word in message.replace(":", " ").split():
+        if word.startswith(("packs/", "manifests/", "structures/", "commits/", "refs/")):
+            return word
+    return "store"
