@@ -69,9 +69,7 @@ def pack_scalar(value: Any, path: str) -> Any:
         try:
             return {"i": str(value)}
         except ValueError:  # Python's limit for decimal conversion
-            raise InvalidInputError(
-                f"{path} is an integer of {value.bit_length()} bits; store it with `int.to_bytes`"
-            ) from None
+            raise InvalidInputError(f"{path} is an integer of {value.bit_length()} bits; store it with `int.to_bytes`") from None
     if kind is float:
         return {"f": struct.pack(">d", value).hex()}
     if kind is bytes:
@@ -139,9 +137,7 @@ def _unpack_bytes(text: str) -> bytes:
         data = base64.b64decode(text, validate=True)
     except ValueError:
         data = None
-    if (
-        data is None or base64.b64encode(data).decode("ascii") != text
-    ):  # stray bits in the last letter are a second spelling
+    if data is None or base64.b64encode(data).decode("ascii") != text:  # stray bits in the last letter are a second spelling
         raise FormatError(f"packed bytes are not canonical base64: {show(text)}")
     return data
 
@@ -175,9 +171,7 @@ def _check_json(value: Any, path: str, depth: int) -> None:
             _check_text(key, f"the key of {where}")
             _check_json(item, where, depth + 1)
     else:
-        raise InvalidInputError(
-            f"{path} is a {kind.__qualname__}; canonical JSON takes null, bool, int, str, list and dict"
-        )
+        raise InvalidInputError(f"{path} is a {kind.__qualname__}; canonical JSON takes null, bool, int, str, list and dict")
 
 
 def _check_text(text: str, path: str) -> None:

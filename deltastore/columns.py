@@ -183,9 +183,7 @@ def _metadata(value: object, kind: str, what: str) -> dict[str, str]:
     found = value.get("format", "")
     if found != f"{kind} 1":
         if found.startswith(f"{kind} "):
-            raise UnsupportedFormatError(
-                f"{what}: format {shorten(found)}, this version reads '{kind} 1'; upgrade deltastore"
-            )
+            raise UnsupportedFormatError(f"{what}: format {shorten(found)}, this version reads '{kind} 1'; upgrade deltastore")
         _refuse(what, f"format {shorten(found)}, expected '{kind} 1'")
     return value
 

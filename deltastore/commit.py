@@ -20,7 +20,7 @@ import threading
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -30,23 +30,15 @@ from deltastore.baseline import Baseline
 from deltastore.buckets.base import Bucket, Upload
 from deltastore.chunk_reader import ChunkReader
 from deltastore.chunk_writer import ChunkWriter, WrittenPack
-from deltastore.encoder import Depths, chain_packs
+from deltastore.encoder import Depths
 from deltastore.errors import IntegrityError, InvalidInputError, RefConflictError, StorageError, StoreFencedError
-from deltastore.formats import (
-    CommitDocument,
-    ManifestPlace,
-    ObjectPlace,
-    PackPlace,
-    Placement,
-    Publish,
-    StructureDocument,
-    to_bytes,
-)
+from deltastore.formats import CommitDocument, Identity, Publish, to_bytes
 from deltastore.history import Commit, History, Version, check_ref_name, shorten
 from deltastore.index.index import Index
 from deltastore.index.records import Publication, Published
-from deltastore.manifests import ChunkRow, Manifest, PackRef
+from deltastore.manifests import PackRef
 from deltastore.options import MAX_FILE_BYTES, SESSION_SECONDS
+from deltastore.placement import NewObject, Placed, place
 from deltastore.reflog import RefLog
 from deltastore.scanner import Content, Scanner
 from deltastore.state import FlatState, TensorSource
@@ -72,6 +64,18 @@ class _Session:
     process: int
     lease: str
     renewed: float  # time.monotonic()
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """A scanned commit on its way. `write_id` is kept through rebases; `sizes` are those of all objects that it wrote."""
+
+    write_id: str
+    session: str
+    content: Content
+    packs: tuple[WrittenPack, ...]
+    unsent: tuple[NewObject, ...]
+    sizes: dict[str, int]
 
 
 class Committer:
@@ -117,11 +121,9 @@ class Committer:
         state: FlatState | Iterator[tuple[str, TensorSource]],
         progress: Callable[[int], None] | None,
     ) -> Commit:
-        write_id = str(uuid.uuid4())
         self._log.fill_holes()
         head = self._head(request)
         parent = None if head is None else self._history.version(head)
-        height = 0 if parent is None else parent.height + 1
         session = self._open_session()
         writer = ChunkWriter(
             self._bucket,
@@ -136,7 +138,16 @@ class Committer:
             writer.abandon()
             raise
         self._reader.learn(PackRef(pack.pack_id, pack.head, pack.size) for pack in packs)
-        return self._publish(request, metadata, write_id, session, parent, head, height, content, packs, unsent)
+        draft = _Draft(
+            write_id=str(uuid.uuid4()),
+            session=session,
+            content=content,
+            packs=tuple(packs),
+            unsent=tuple(NewObject("pack", pack.size, upload) for pack, upload in unsent),
+            sizes={pack.key: pack.size for pack in packs},
+        )
+        placed = place(content, packs, parent, self._depths, self._reader)
+        return self._publish(request, metadata, draft, placed, parent)
 
     def _head(self, request: CommitRequest) -> str | None:
         ref = self._index.ref(request.branch)
@@ -176,151 +187,81 @@ class Committer:
     # -- publishing -------------------------------------------------------------------------------------------------------
 
     def _publish(
-        self,
-        request: CommitRequest,
-        metadata: dict[str, Any],
-        write_id: str,
-        session: str,
-        parent: Version | None,
-        head: str | None,
-        height: int,
-        content: Content,
-        packs: list[WrittenPack],
-        unsent: list[tuple[WrittenPack, Upload]],
+        self, request: CommitRequest, metadata: dict[str, Any], draft: _Draft, placed: Placed, parent: Version | None
     ) -> Commit:
-        objects = _Objects()
-        for pack, upload in unsent:
-            objects.add(upload.key, "pack", pack.size, upload)
-        structure = self._place_structure(parent, content.structure, objects)
-        manifests, built = self._place_manifests(parent, content, objects)
-        tables = {
-            place.key: [layout.pack_key(ref.pack_id) for ref in manifest.packs] for place, manifest in built if manifest
-        }
-        table = sorted({layout.pack_id(key) for keys in tables.values() for key in keys})
-        numbers = {pack_id: number for number, pack_id in enumerate(table)}
-        placed = [
-            place.model_copy(update={"packs": [numbers[ref.pack_id] for ref in manifest.packs]}) if manifest else place
-            for place, manifest in built
-        ]
-        identity = {
-            "parents": [] if head is None else [head],
-            "tree": content.tree,
-            "message": request.message,
-            "author": request.author,
-            "time": _now(),
-            "metadata": metadata,
-        }
-        brought = [PackPlace(key=p.key, size=p.size, head=p.head, span=p.span, rows=p.rows) for p in packs]
-        mine = {pack.key for pack in packs}
-        reused = {key for keys in tables.values() for key in keys} - mine
-        reused |= {place.key for place, manifest in built if manifest is None}
-        if structure.key not in objects.sizes:
-            reused.add(structure.key)
+        """Send what is left, then try the commit point until the branch holds still."""
+        head = None if parent is None else parent.document.commit_id()
+        height = 0 if parent is None else parent.height + 1
+        time_of_commit = _now()
+        waiting = [*draft.unsent, *placed.new]
         for attempt in itertools.count():
-            placement = Placement(
-                height=height,
-                structure=structure,
-                manifests=placed,
-                pack_table=table,
-                packs=brought,
-                values=content.values,
-            )
             document = CommitDocument(
-                identity=identity,
-                placement=placement,
-                publish=Publish(ref=request.branch, expected=head, write_id=write_id),
+                identity=Identity(
+                    parents=[] if head is None else [head],
+                    tree=draft.content.tree,
+                    message=request.message,
+                    author=request.author,
+                    time=time_of_commit,
+                    metadata=metadata,
+                ),
+                placement=placed.placement.model_copy(update={"height": height}),
+                publish=Publish(ref=request.branch, expected=head, write_id=draft.write_id),
             )
-            commit_id, body = document.commit_id(), to_bytes(document)
-            key = layout.commit_key(commit_id, layout.new_id())
-            objects.add(key, "commit", len(body), Upload(key, [body]))
-            self._upload(session, objects)
-            edges = [
-                (key, structure.key),
-                *((key, place.key) for place in placed),
-                *((key, pack.key) for pack in packs),
-            ]
-            edges += [(source, target) for source, targets in tables.items() for target in targets]
-            publication = Publication(
-                session_id=session,
-                write_id=write_id,
-                commit_id=commit_id,
-                object_key=key,
-                tree=content.tree,
-                height=height,
-                parents=tuple(identity["parents"]),
-                message=request.message,
-                author=request.author,
-                created_at=str(identity["time"]),
-                metadata={name: canonical.dumps(value).decode() for name, value in metadata.items()},
-                own_keys=tuple(objects.of_commit(key, packs)),
-                reused_keys=tuple(sorted(reused)),
-                edges=tuple(edges),
-                dedup=tuple(_full_entries(packs, self._reader)),
-                ref=request.branch,
-                expected_head=head,
-                body=body,
-                mirrored=self._log.pending_marks(),
-            )
+            body = to_bytes(document)
+            key = layout.commit_key(document.commit_id(), layout.new_id())
+            waiting.append(NewObject("commit", len(body), Upload(key, [body])))
+            self._upload(draft, waiting)
+            waiting = []
             try:
-                published = self._index.publish(publication)
+                published = self._index.publish(self._publication(request, draft, placed, document, key, body))
             except RefConflictError as conflict:
                 if request.expected_head is not None or attempt >= MAX_REBASES:
                     raise
                 head, height = self._rebase(request.branch, head, conflict)
-                identity["parents"] = [head]
                 continue
-            return self._landed(published, document, content, manifests)
+            return self._landed(published, document, draft.content, placed)
         raise AssertionError("unreachable")
 
-    def _place_structure(self, parent: Version | None, structure: StructureDocument, objects: _Objects) -> ObjectPlace:
-        if parent is not None and parent.structure == structure:
-            return parent.document.placement.structure
-        body = to_bytes(structure)
-        key = layout.structure_key(layout.new_id())
-        objects.add(key, "structure", len(body), Upload(key, [body]))
-        return ObjectPlace(key=key, size=len(body))
+    def _publication(
+        self, request: CommitRequest, draft: _Draft, placed: Placed, document: CommitDocument, key: str, body: bytes
+    ) -> Publication:
+        identity = document.identity
+        own = [key, *(each.key for each in placed.new), *(pack.key for pack in draft.packs)]
+        return Publication(
+            session_id=draft.session,
+            write_id=draft.write_id,
+            commit_id=document.commit_id(),
+            parents=tuple(identity["parents"]),
+            tree=identity["tree"],
+            height=document.placement.height,
+            message=identity["message"],
+            author=identity["author"],
+            created_at=identity["time"],
+            metadata={name: canonical.dumps(value).decode() for name, value in identity["metadata"].items()},
+            object_key=key,
+            own_keys=tuple(own),
+            reused_keys=tuple(sorted(placed.reused())),
+            edges=(*((key, target) for target in placed.targets()), *placed.edges),
+            dedup=tuple(_full_entries(draft.packs, self._reader)),
+            ref=request.branch,
+            expected_head=document.publish.expected,
+            body=body,
+            mirrored=self._log.pending_marks(),
+        )
 
-    def _place_manifests(
-        self, parent: Version | None, content: Content, objects: _Objects
-    ) -> tuple[list[Manifest], list[tuple[ManifestPlace, Manifest | None]]]:
-        """Manifests of the version, and for each its place with the manifest when it is new (None when it is reused)."""
-        shards: dict[int, list[ChunkRow]] = {}
-        for stored, rows in zip(content.structure.tensors, content.rows, strict=True):
-            if rows:
-                shards.setdefault(stored.shard, []).extend(rows)
-        manifests: list[Manifest] = []
-        built: list[tuple[ManifestPlace, Manifest | None]] = []
-        before = [] if parent is None else parent.document.placement.manifests
-        for shard in range(len(shards)):
-            rows = shards[shard]
-            if parent is not None and shard < len(before):
-                known = parent.manifest(shard)
-                if known.rows(0, len(known)) == rows:
-                    manifests.append(known)
-                    built.append((before[shard].model_copy(update={"packs": None}), None))
-                    continue
-            packs = [self._reader.pack_ref(pack_id) for pack_id in chain_packs(self._depths, rows)]
-            manifest = Manifest.from_rows(packs, rows)
-            body = manifest.build()
-            key = layout.manifest_key(layout.new_id())
-            objects.add(key, "manifest", len(body), Upload(key, [body]))
-            manifests.append(manifest)
-            built.append((ManifestPlace(key=key, size=len(body), rows=len(rows), packs=[]), manifest))
-        return manifests, built
-
-    def _upload(self, session: str, objects: _Objects) -> None:
-        """Register, send and read back what is not in the bucket yet; also look whether another index took over."""
-        fresh = objects.take_unsent()
-        self._index.register(session, [(key, kind, size) for key, kind, size, _ in fresh])
-        self._bucket.put([upload for *_, upload in fresh])
+    def _upload(self, draft: _Draft, objects: Sequence[NewObject]) -> None:
+        """Register, send and read back; in the same call, look whether another index took over."""
+        self._index.register(draft.session, [(each.key, each.kind, each.size) for each in objects])
+        self._bucket.put([each.upload for each in objects])
+        draft.sizes.update((each.key, each.size) for each in objects)
         fence = layout.epoch_key(self._index.meta().epoch + 1)
-        found = self._bucket.stat([*objects.sizes, fence])
+        found = self._bucket.stat([*draft.sizes, fence])
         if found[fence] is not None:
             raise StoreFencedError(
                 f"another machine has taken over this store ({fence} exists), so this index may not write any more; "
                 "nothing was committed; open the store anew"
             )
-        for key, size in objects.sizes.items():
+        for key, size in draft.sizes.items():
             info = found[key]
             if info is None or info.size != size:
                 seen = "missing" if info is None else f"{info.size} bytes"
@@ -342,49 +283,15 @@ class Committer:
             )
         return actual, record.height + 1
 
-    def _landed(
-        self, published: Published, document: CommitDocument, content: Content, manifests: list[Manifest]
-    ) -> Commit:
-        """After the commit point: log entry, snapshot, and what the next commit builds on."""
+    def _landed(self, published: Published, document: CommitDocument, content: Content, placed: Placed) -> Commit:
+        """After the commit point: the log entry, and what the next commit builds on."""
         self._log.moved()
         version = Version(self._bucket, self._reader, document, content.structure)
-        for shard, manifest in enumerate(manifests):
+        for shard, manifest in enumerate(placed.manifests):
             version.seed_manifest(shard, manifest)
         self._history.remember(published.commit_id, version)
         self._depths.retain({(row.pack_id, row.row) for rows in content.rows for row in rows})
-        identity = document.identity
-        return Commit(
-            published.commit_id,
-            tuple(identity["parents"]),
-            content.tree,
-            identity["message"],
-            identity["author"],
-            datetime.fromisoformat(identity["time"]),
-            {name: canonical.unpack(value) for name, value in identity["metadata"].items()},
-        )
-
-
-class _Objects:
-    """What a commit writes besides early packs: sizes, kinds and the uploads that are still to be sent."""
-
-    def __init__(self) -> None:
-        self.sizes: dict[str, int] = {}
-        self._unsent: list[tuple[str, str, int, Upload]] = []
-
-    def add(self, key: str, kind: str, size: int, upload: Upload) -> None:
-        self.sizes[key] = size
-        self._unsent.append((key, kind, size, upload))
-
-    def take_unsent(self) -> list[tuple[str, str, int, Upload]]:
-        taken, self._unsent = self._unsent, []
-        return taken
-
-    def of_commit(self, commit_key: str, packs: list[WrittenPack]) -> Iterator[str]:
-        """All new keys that the commit of this document brings; documents of lost races stay garbage."""
-        yield from (pack.key for pack in packs)
-        for key in self.sizes:
-            if not key.startswith(("packs/", "commits/")) or key == commit_key:
-                yield key
+        return Commit.from_identity(published.commit_id, document.identity)
 
 
 def _checked_request(request: CommitRequest) -> dict[str, Any]:
@@ -406,9 +313,7 @@ def _checked_request(request: CommitRequest) -> dict[str, Any]:
     for name, data in request.files.items():
         _check_file_name(name)
         if len(data) > MAX_FILE_BYTES:
-            raise InvalidInputError(
-                f"file {shorten(name)!r} has {len(data)} bytes; files= takes up to {MAX_FILE_BYTES} each"
-            )
+            raise InvalidInputError(f"file {shorten(name)!r} has {len(data)} bytes; files= takes up to {MAX_FILE_BYTES} each")
     return metadata
 
 
@@ -432,9 +337,9 @@ def _now() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
-def _full_entries(packs: list[WrittenPack], reader: ChunkReader) -> Iterator[tuple[bytes, str, int]]:
+def _full_entries(packs: Sequence[WrittenPack], reader: ChunkReader) -> Iterator[tuple[bytes, str, int]]:
     for pack in packs:
         if pack.span == 0:
             columns = reader.columns(pack.pack_id)
-            for row, digest in enumerate(columns.digests()):
-                yield digest, pack.key, row
+            for row, digest in enumerate(columns.digest):
+                yield digest.tobytes(), pack.key, row

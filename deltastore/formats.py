@@ -23,6 +23,7 @@ from pydantic import (
     ValidationError,
     WithJsonSchema,
     model_validator,
+    with_config,
 )
 from typing_extensions import TypedDict  # typing's own works with pydantic from Python 3.12 on
 
@@ -95,9 +96,7 @@ Tree = Annotated[Any, Field(description="node of the tree of a state, see docs/F
 
 
 class _Value(BaseModel):
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", defer_build=True, json_schema_serialization_defaults_required=True
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True, json_schema_serialization_defaults_required=True)
 
 
 class _Document(_Value):
@@ -130,10 +129,9 @@ class EpochDocument(_Document):
 # -- commits ----------------------------------------------------------------------------------------------------------
 
 
+@with_config(ConfigDict(extra="forbid"))
 class Identity(TypedDict):
     """What a commit id is the digest of. `metadata` maps names to packed values."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
 
     parents: list[CommitId]
     tree: CommitId
@@ -170,10 +168,9 @@ class PackPlace(_Value):
     rows: Count
 
 
+@with_config(ConfigDict(extra="forbid"))
 class LargeValues(TypedDict):
     """Plain values that are too large for the commit document: the number of the stored byte tensor that holds them."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
 
     tensor: Count
 
@@ -431,9 +428,7 @@ def _load(data: bytes, key: str) -> dict[str, Any]:
     """JSON without duplicate keys, fractions, NaN and lone surrogates, of a format that this version reads."""
     try:
         text = str(data, "utf-8")
-        value = json.loads(
-            text, object_pairs_hook=_no_duplicates, parse_float=_no_fraction, parse_constant=_no_fraction
-        )
+        value = json.loads(text, object_pairs_hook=_no_duplicates, parse_float=_no_fraction, parse_constant=_no_fraction)
         if "\\ud" in text.lower():
             dumps(value)  # refuses lone surrogates
     except (ValueError, RecursionError) as error:
@@ -479,6 +474,4 @@ def _no_fraction(text: str) -> NoReturn:
 
 
 def _refuse(key: str, found: str) -> NoReturn:
-    raise FormatError(
-        f"{key} is malformed: {found}; damaged, or written by a newer version: run `deltastore verify`, or upgrade"
-    )
+    raise FormatError(f"{key} is malformed: {found}; damaged, or written by a newer version: run `deltastore verify`, or upgrade")

@@ -17,7 +17,7 @@ from deltastore.buckets.base import Bucket
 from deltastore.chunk_reader import ChunkReader
 from deltastore.dtypes import DType, dtype_of
 from deltastore.errors import FormatError, IntegrityError, InvalidInputError, RevisionNotFoundError, StorageError
-from deltastore.formats import CommitDocument, StructureDocument, parse_commit, parse_structure
+from deltastore.formats import CommitDocument, Identity, StructureDocument, parse_commit, parse_structure
 from deltastore.index.index import Index
 from deltastore.index.records import CommitRecord
 from deltastore.manifests import ChunkRow, Manifest
@@ -56,6 +56,19 @@ class Commit:
         metadata = {key: canonical.unpack(json.loads(value)) for key, value in record.metadata.items()}
         created_at = datetime.fromisoformat(record.created_at)
         return cls(record.id, record.parents, record.tree, record.message, record.author, created_at, metadata)
+
+    @classmethod
+    def from_identity(cls, commit_id: str, identity: Identity) -> Commit:
+        """The public face of a commit document."""
+        return cls(
+            commit_id,
+            tuple(identity["parents"]),
+            identity["tree"],
+            identity["message"],
+            identity["author"],
+            datetime.fromisoformat(identity["time"]),
+            {name: canonical.unpack(value) for name, value in identity["metadata"].items()},
+        )
 
     @property
     def short_id(self) -> str:
@@ -100,9 +113,7 @@ class TensorInfo:
 class Version:
     """A commit with all that says where its bytes are. Manifests are read when they are needed."""
 
-    def __init__(
-        self, bucket: Bucket, reader: ChunkReader, document: CommitDocument, structure: StructureDocument
-    ) -> None:
+    def __init__(self, bucket: Bucket, reader: ChunkReader, document: CommitDocument, structure: StructureDocument) -> None:
         self._bucket = bucket
         self._reader = reader
         self._manifests: dict[int, Manifest] = {}
@@ -170,9 +181,7 @@ def read_object(bucket: Bucket, key: str, size: int | None = None) -> bytes:
             raise IntegrityError(f"{key}: {error}; run `deltastore verify` to see what it breaks") from error
         raise
     if size is not None and len(data) != size:
-        raise IntegrityError(
-            f"{key}: has {len(data)} bytes, expected {size}; run `deltastore verify` to see what it breaks"
-        )
+        raise IntegrityError(f"{key}: has {len(data)} bytes, expected {size}; run `deltastore verify` to see what it breaks")
     return data
 
 
@@ -230,9 +239,7 @@ class History:
             if len(found) == 1:
                 return found[0]
             if found:
-                raise RevisionNotFoundError(
-                    f"{name!r} is ambiguous: {', '.join(each[:16] for each in found)}; give more digits"
-                )
+                raise RevisionNotFoundError(f"{name!r} is ambiguous: {', '.join(each[:16] for each in found)}; give more digits")
         names = [ref.name for ref in self._index.refs()]
         near = difflib.get_close_matches(name[:255], names, n=3)
         hint = f"did you mean {', '.join(near)}?" if near else "see `deltastore branch` and `deltastore tag`"

@@ -11,7 +11,7 @@ import hashlib
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -35,17 +35,6 @@ SPECS = (
 
 U8 = np.ndarray[Any, np.dtype[np.uint8]]
 U32 = np.ndarray[Any, np.dtype[np.uint32]]
-
-
-class Row(Protocol):
-    """Where a chunk is: the entry of its widest span, and its BLAKE3 digest."""
-
-    @property
-    def pack_id(self) -> str: ...
-    @property
-    def row(self) -> int: ...
-    @property
-    def digest(self) -> bytes: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,44 +74,19 @@ class Manifest:
         return len(self.pack)
 
     @classmethod
-    def from_rows(cls, packs: Sequence[PackRef], rows: Sequence[Row]) -> Manifest:
-        """A manifest of chunk rows whose packs are all in `packs`.
+    def from_rows(cls, packs: Sequence[PackRef], rows: Sequence[ChunkRow]) -> Manifest:
+        """A manifest of these chunks; `packs` must name every pack that their chains touch.
 
         Raises:
-            InvalidInputError: one is not.
+            InvalidInputError: the pack of a row is not in `packs`.
         """
         numbers = {ref.pack_id: number for number, ref in enumerate(packs)}
         try:
             pack = np.array([numbers[row.pack_id] for row in rows], np.uint32)
         except KeyError as error:
-            raise InvalidInputError(f"new manifest: its table lacks pack {error}") from error
-        digest = np.frombuffer(b"".join(row.digest for row in rows), np.uint8).reshape(len(rows), 32)
+            raise InvalidInputError(f"new manifest: its pack table lacks {error}; name every pack") from error
+        digest = np.frombuffer(b"".join(row.digest for row in rows), np.uint8).reshape(-1, 32)
         return cls(tuple(packs), pack, np.array([row.row for row in rows], np.uint32), digest)
-
-    def place(self, position: int) -> tuple[str, int, bytes]:
-        """Pack id, row and digest of a chunk."""
-        pack = self.packs[int(self.pack[position])]
-        return pack.pack_id, int(self.row[position]), self.digest[position].tobytes()
-
-    def same_rows(self, rows: Sequence[Row]) -> bool:
-        """Whether this manifest says the same of exactly these chunks."""
-        return (
-            len(rows) == len(self)
-            and self.row.tolist() == [row.row for row in rows]
-            and [self.packs[number].pack_id for number in self.pack.tolist()] == [row.pack_id for row in rows]
-            and self.digest.tobytes() == b"".join(row.digest for row in rows)
-        )
-
-    @classmethod
-    def from_rows(cls, packs: Sequence[PackRef], rows: Sequence[ChunkRow]) -> Manifest:
-        """A manifest of these chunks; `packs` must name every pack that their chains touch."""
-        numbers = {ref.pack_id: number for number, ref in enumerate(packs)}
-        return cls(
-            tuple(packs),
-            np.array([numbers[row.pack_id] for row in rows], np.uint32),
-            np.array([row.row for row in rows], np.uint32),
-            np.frombuffer(b"".join(row.digest for row in rows), np.uint8).reshape(-1, 32),
-        )
 
     def rows(self, start: int, stop: int) -> list[ChunkRow]:
         """Rows [start, stop) as plain values."""
@@ -158,9 +122,7 @@ class Manifest:
             "pack": self.pack,
             "row": self.row,
             "digest": self.digest,
-            "pack_id": np.frombuffer(b"".join(uuid.UUID(ref.pack_id).bytes for ref in self.packs), np.uint8).reshape(
-                -1, 16
-            ),
+            "pack_id": np.frombuffer(b"".join(uuid.UUID(ref.pack_id).bytes for ref in self.packs), np.uint8).reshape(-1, 16),
         }
         return build_head({"format": f"{KIND} 1"}, SPECS, columns)
 

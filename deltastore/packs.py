@@ -120,9 +120,7 @@ def build_pack(pack_id: str, entries: Sequence[PackEntry]) -> BuiltPack:
             "raw_length": np.array([entry.raw_length for entry in entries], np.uint32),
             "stored_length": np.array(stored, np.uint32),
             "span": np.array([entry.span for entry in entries], np.uint32),
-            "base_pack": np.array(
-                [base_index[entry.base[0]] if entry.base else NO_BASE for entry in entries], np.uint32
-            ),
+            "base_pack": np.array([base_index[entry.base[0]] if entry.base else NO_BASE for entry in entries], np.uint32),
             "base_row": np.array([entry.base[1] if entry.base else NO_BASE for entry in entries], np.uint32),
             "digest": np.frombuffer(b"".join(entry.digest for entry in entries), np.uint8).reshape(rows, 32),
             "fast_digest": np.frombuffer(b"".join(entry.fast_digest for entry in entries), np.uint8).reshape(rows, 16),
@@ -130,9 +128,7 @@ def build_pack(pack_id: str, entries: Sequence[PackEntry]) -> BuiltPack:
             "bases": np.frombuffer(b"".join(uuid.UUID(base).bytes for base in bases), np.uint8).reshape(-1, 16),
         }
     except (OverflowError, ValueError) as error:
-        raise InvalidInputError(
-            f"new pack {pack_id}: a length, span, row or base that no pack can hold: {error}"
-        ) from error
+        raise InvalidInputError(f"new pack {pack_id}: a length, span, row or base that no pack can hold: {error}") from error
     problem = _problem(pack_id, codecs, bases, columns)
     if problem is not None:
         raise InvalidInputError(f"new pack {pack_id}: {problem}; every entry must be one that a reader accepts")
@@ -191,9 +187,7 @@ class PackColumns:
         stored_length = columns["stored_length"]
         ends = np.cumsum(stored_length, dtype=np.int64)
         if (int(ends[-1]) if rows else 0) != parsed.payload:
-            _refuse(
-                what, f"its payloads have {int(ends[-1]) if rows else 0} bytes, the payload tensor {parsed.payload}"
-            )
+            _refuse(what, f"its payloads have {int(ends[-1]) if rows else 0} bytes, the payload tensor {parsed.payload}")
         return cls(
             pack_id=pack_id,
             head=parsed.length,

@@ -26,8 +26,7 @@ def schema(kind: str) -> dict[str, Any]:
 def schema_files() -> dict[str, str]:
     """File name and text of every schema."""
     return {
-        f"{kind}.schema.json": json.dumps(schema(kind), indent=2, sort_keys=True, ensure_ascii=False) + "\n"
-        for kind in DOCUMENTS
+        f"{kind}.schema.json": json.dumps(schema(kind), indent=2, sort_keys=True, ensure_ascii=False) + "\n" for kind in DOCUMENTS
     }
 
 

@@ -11,6 +11,7 @@ Keys are packed scalars, so `0` is not `"0"`. Tied leaves share one tensor index
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -88,6 +89,14 @@ class TensorSink(Protocol):
 
     def write(self, start: int, stop: int, data: Array) -> None:
         """Put the bytes of elements [start, stop) into place. Several threads may write disjoint ranges."""
+
+
+def check_range(start: int, stop: int, shape: Sequence[int], name: str = "the tensor") -> int:
+    """The number of elements in [start, stop). Raises InvalidInputError unless the range lies in a tensor of this shape."""
+    size = math.prod(shape)
+    if not 0 <= start <= stop <= size:
+        raise InvalidInputError(f"[{start}, {stop}) is no range of the {size} elements of {name}")
+    return stop - start
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,9 +332,7 @@ def _refusal(value: Any) -> str:
             conversion = "`value.state_dict()`"
         else:
             plain = next((base for base in (int, float, str, bytes) if isinstance(value, base)), None)
-            conversion = (
-                f"`{plain.__name__}(value)`" if plain else "its parts as dicts, lists, tensors and plain values"
-            )
+            conversion = f"`{plain.__name__}(value)`" if plain else "its parts as dicts, lists, tensors and plain values"
     return (
         f"is a {name}, which a state can't hold; expected a tensor, None, bool, int, float, str, bytes, or exactly a "
         f"dict, OrderedDict, list or tuple: store {conversion}"

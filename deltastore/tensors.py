@@ -19,12 +19,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from deltastore.canonical import show
 from deltastore.dtypes import PACKED_FLOAT4, DType, dtype_of
 from deltastore.errors import IncompatibleStateError, InvalidInputError, MissingDependencyError
-from deltastore.state import Array, FlatState, Path, describe_path, flatten, leaf_names, path_name
+from deltastore.state import Array, FlatState, Path, TensorSource, check_range, describe_path, flatten, leaf_names, path_name
 
 Tensor = Any  # torch.Tensor: this module is read by type checkers and programs that have no torch
 
+_END = object()
 _NAMED_PROBLEMS = 10  # names listed in one message
 _SUBCLASSES = {
     "DTensor": "is a DTensor; call `tensor.full_tensor()` on every rank",
@@ -69,26 +71,25 @@ def from_torch_dtype(dtype: Any) -> str:
 
 
 class TorchSource:
-    """The logical bytes of a strided tensor on any device, optionally cast while they are read. See `TensorSource`.
+    """The logical bytes of a strided tensor on any device. See `TensorSource`.
 
     Shares the tensor's memory and holds a reference to it. `name` is used in messages only.
     """
 
-    __slots__ = ("_cast", "_name", "_tensor", "_words", "dtype", "frozen", "shape")
+    __slots__ = ("_name", "_tensor", "_words", "dtype", "frozen", "shape")
 
-    def __init__(self, tensor: Tensor, *, name: str = "tensor", frozen: bool = False, cast: Any = None) -> None:
+    def __init__(self, tensor: Tensor, *, name: str = "tensor", frozen: bool = False) -> None:
         self._tensor = tensor.detach()
         self._name = name
-        self._cast = None if cast == tensor.dtype else cast
         self._words = dtype_of(from_torch_dtype(tensor.dtype))
-        self.dtype = from_torch_dtype(tensor.dtype if cast is None else cast)
+        self.dtype = self._words.name
         self.shape = tuple(int(size) for size in tensor.shape)
         self.frozen = frozen
 
     @property
     def nbytes(self) -> int:
         """Bytes of all elements."""
-        return math.prod(self.shape) * dtype_of(self.dtype).itemsize
+        return math.prod(self.shape) * self._words.itemsize
 
     def read(self, start: int, stop: int) -> Array:
         """Bytes of elements [start, stop): a read-only view of live memory where that is contiguous, else a fresh copy.
@@ -96,26 +97,18 @@ class TorchSource:
         Raises IncompatibleStateError when the tensor's memory was given up since the source was made.
         """
         tensor = self._tensor
-        if _check_range(start, stop, self.shape, self._name) == 0:
+        if check_range(start, stop, self.shape, self._name) == 0:
             return np.empty(0, np.uint8)
         if not _has_memory(tensor):
-            raise IncompatibleStateError(
-                f"the memory of {self._name} was freed while it was read; commit it before that"
-            )
-        if self._cast is not None:
-            return self._read_cast(start, stop)
+            raise IncompatibleStateError(f"the memory of {self._name} was freed while it was read; commit it before that")
         lazy = tensor.is_conj() or tensor.is_neg()
         if tensor.device.type == "cpu" and tensor.is_contiguous() and not lazy:
             size = self._words.itemsize
             return _memory(tensor, readonly=True)[start * size : stop * size]
-        data = _memory(_gather(*_integers(tensor, self._words, start, stop)), readonly=False)
+        data = _gather(*_integers(tensor, self._words, start, stop))
         if lazy:
             self._resolve(data.view(f"<u{self._words.word}"))
         return data
-
-    def _read_cast(self, start: int, stop: int) -> Array:
-        tensor = self._tensor.view(-1) if self._tensor.is_contiguous() else self._tensor
-        return _memory(_gather(tensor, start, stop, self._cast), readonly=False)
 
     def _resolve(self, words: Any) -> None:
         sign = words.dtype.type(1 << (8 * words.itemsize - 1))
@@ -125,74 +118,106 @@ class TorchSource:
             words ^= sign
 
 
-def flatten_state(source: Any, cast: Mapping[str, Any] | None = None) -> FlatState:
-    """Take a module or a nested state apart; the tensors of the result are `TorchSource`s.
+class CastSource:
+    """A floating tensor in another floating dtype, converted range by range. See `TensorSource`."""
 
-    A module stands for its `state_dict()`; parameters with `requires_grad=False` are marked frozen. Leaves are tied if they
-    have the same non-empty storage, offset, dtype, shape and strides. `cast` maps patterns of leaf names (the first match
-    wins) to a floating torch dtype or its name; it changes floating tensors only. Reads no tensor bytes. Raises
-    IncompatibleStateError naming what can't be committed and the conversion to use, InvalidInputError for a bad `cast`.
+    __slots__ = ("_source", "dtype", "frozen", "shape")
+
+    def __init__(self, source: TensorSource, dtype: str) -> None:
+        self._source = source
+        self.dtype = dtype
+        self.shape = source.shape
+        self.frozen = source.frozen
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements after the cast."""
+        return math.prod(self.shape) * dtype_of(self.dtype).itemsize
+
+    def read(self, start: int, stop: int) -> Array:
+        """Bytes of elements [start, stop) after the cast: a fresh copy."""
+        raw = tensor_from_bytes(self._source.dtype, (stop - start,), self._source.read(start, stop))
+        return _memory(raw.to(to_torch_dtype(self.dtype)), readonly=False)
+
+
+def flatten_state(source: Any, cast: Mapping[str, Any] | None = None) -> FlatState:
+    """Take a module or a nested state apart; the tensors of the result are sources. Reads no tensor bytes.
+
+    A module stands for its `state_dict()`; parameters with `requires_grad=False` are marked frozen. Leaves are tied when they
+    have the same non-empty storage, offset, dtype, shape and strides. `cast`: see `cast_state`. Raises IncompatibleStateError
+    naming what can't be committed and the conversion to use.
     """
     torch = sys.modules.get("torch")  # while torch is not loaded, nothing in a state can be one of its tensors
     if torch is None:
         return flatten(source, lambda _: False)
-    targets = _cast_targets(cast)
     if isinstance(source, torch.nn.Module):
         source = source.state_dict(keep_vars=True)
     thawed: set[Hashable] = set()
 
     def tie_key(tensor: Tensor) -> Hashable | None:
         key = _tie_key(tensor)
-        if not (isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad):
+        if not _is_frozen(tensor):
             thawed.add(key)
         return key
 
     flat = _flatten_tensors(source, tie_key, "committed")
-    first: dict[int, tuple[Path, Any]] = {}
-    for (path, index), name in zip(flat.leaves, leaf_names(flat.tree), strict=True):
-        target = _cast_target(targets, name, flat.tensors[index])
+    paths: dict[int, Path] = {}
+    for path, index in flat.leaves:
+        paths.setdefault(index, path)
+    sources = [
+        TorchSource(tensor, name=describe_path(paths[i]), frozen=_tie_key(tensor) not in thawed)
+        for i, tensor in enumerate(flat.tensors)
+    ]
+    state = FlatState(flat.tree, sources, flat.values, flat.leaves)
+    return state if cast is None else cast_state(state, cast)
+
+
+def cast_state(state: FlatState, cast: Mapping[str, Any]) -> FlatState:
+    """The same state with some floating tensors in another floating dtype.
+
+    `cast` maps patterns of leaf names (`*`, `?`, `[…]`, case matters, first match wins) to a torch dtype or its name. Raises
+    InvalidInputError for dtypes that are not floating, and when the names of one tied tensor are cast differently.
+    """
+    targets = _cast_targets(cast)
+    first: dict[int, tuple[Path, str | None]] = {}
+    for (path, index), name in zip(state.leaves, leaf_names(state.tree), strict=True):
+        target = _cast_target(targets, name, state.tensors[index].dtype)
         before, chosen = first.setdefault(index, (path, target))
         if chosen != target:
             raise InvalidInputError(
                 f"{describe_path(before)} and {describe_path(path)} are one tied tensor, but `cast` gives them "
                 f"{chosen or 'no cast'} and {target or 'no cast'}; give both the same"
             )
-    sources = []
-    for index, tensor in enumerate(flat.tensors):
-        path, target = first[index]
-        frozen = _tie_key(tensor) not in thawed
-        sources.append(TorchSource(tensor, name=describe_path(path), frozen=frozen, cast=target))
-    return FlatState(flat.tree, sources, flat.values, flat.leaves)
+    sources = [_cast_source(source, first[i][1]) for i, source in enumerate(state.tensors)]
+    return FlatState(state.tree, sources, state.values, state.leaves)
 
 
 def iterable_sources(
     iterable: Iterable[tuple[str, Tensor]], cast: Mapping[str, Any] | None = None
-) -> Iterator[tuple[str, TorchSource]]:
+) -> Iterator[tuple[str, TensorSource]]:
     """(name, source) for every (name, tensor) pair; holds no tensor while the next pair is produced.
 
-    Raises IncompatibleStateError for duplicate names and tensors that can't be committed, InvalidInputError for what is no
-    such pair.
+    Raises IncompatibleStateError for duplicate names and tensors that can't be committed, InvalidInputError for what is no such
+    pair.
     """
-    targets = _cast_targets(cast)
+    targets = _cast_targets(cast or {})
     torch = _torch()
     seen: set[str] = set()
     pairs = iter(iterable)
-    while (pair := next(pairs, None)) is not None:
+    while (pair := next(pairs, _END)) is not _END:
         if not isinstance(pair, tuple) or len(pair) != 2 or type(pair[0]) is not str:
-            raise InvalidInputError(
-                f"expected (name, tensor) pairs after {len(seen)} of them, found a {type(pair).__name__}"
-            )
+            raise InvalidInputError(f"expected (name, tensor) pairs after {len(seen)} of them, found a {type(pair).__name__}")
         name, tensor = pair
         if name in seen:
-            raise IncompatibleStateError(f"the name {name!r} comes twice; give every tensor a name of its own")
+            raise IncompatibleStateError(f"the name {show(name)} comes twice; give every tensor a name of its own")
         seen.add(name)
-        flat = flatten({name: tensor}, lambda value: isinstance(value, torch.Tensor))
+        flat = flatten({name: tensor}, lambda value: isinstance(value, torch.Tensor))  # refuses arrays and malformed names
         problem = _problem(tensor) if flat.tensors else "is no tensor; commit plain values as parts of a state"
         if problem is not None:
-            raise IncompatibleStateError(f"{name!r} {problem}")
-        frozen = isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
-        item = (name, TorchSource(tensor, name=repr(name), frozen=frozen, cast=_cast_target(targets, name, tensor)))
-        del pair, tensor, flat
+            raise IncompatibleStateError(f"{show(name)} {problem}")
+        source = TorchSource(tensor, name=show(name), frozen=_is_frozen(tensor))
+        item = (name, _cast_source(source, _cast_target(targets, name, source.dtype)))
+        del pair, tensor, flat, source
         yield item
         del item
 
@@ -260,7 +285,7 @@ class TorchSink:
 
     def view(self, start: int, stop: int) -> Array | None:
         """Writable uint8 view of elements [start, stop), None unless the tensor is contiguous and on the CPU."""
-        _check_range(start, stop, self.shape, self._name)
+        check_range(start, stop, self.shape, self._name)
         if self._tensor.device.type != "cpu" or not self._tensor.is_contiguous():
             return None
         size = self._words.itemsize
@@ -268,7 +293,7 @@ class TorchSink:
 
     def write(self, start: int, stop: int, data: Array) -> None:
         """Copy the bytes of elements [start, stop) into the tensor, whatever its strides or device."""
-        count = _check_range(start, stop, self.shape, self._name)
+        count = check_range(start, stop, self.shape, self._name)
         if data.nbytes != count * self._words.itemsize:
             raise InvalidInputError(
                 f"{self._name}: elements [{start}, {stop}) are {count * self._words.itemsize} bytes, got {data.nbytes}"
@@ -344,9 +369,7 @@ def _flatten_tensors(value: Any, tie_key: Callable[[Tensor], Hashable | None], u
     flat = flatten(value, lambda leaf: isinstance(leaf, torch.Tensor), key_of)
     if problems:
         lines = [
-            f"{describe_path(path)} {problems[id(flat.tensors[i])]}"
-            for path, i in flat.leaves
-            if id(flat.tensors[i]) in problems
+            f"{describe_path(path)} {problems[id(flat.tensors[i])]}" for path, i in flat.leaves if id(flat.tensors[i]) in problems
         ]
         more = f"\n... and {len(lines) - _NAMED_PROBLEMS} more" if len(lines) > _NAMED_PROBLEMS else ""
         named = "\n".join(lines[:_NAMED_PROBLEMS])
@@ -432,27 +455,38 @@ def _tie_key(tensor: Tensor) -> Hashable | None:
     return _pointer(tensor), str(tensor.device), layout, lazy
 
 
+def _is_frozen(tensor: Tensor) -> bool:
+    return isinstance(tensor, _torch().nn.Parameter) and not tensor.requires_grad
+
+
 # -- casts ------------------------------------------------------------------------------------------------------------
 
 
-def _cast_targets(cast: Mapping[str, Any] | None) -> list[tuple[str, Any]]:
+def _can_cast(name: str) -> bool:
+    """Whether every element of this dtype is one real floating number."""
+    return bool(to_torch_dtype(name).is_floating_point) and name != PACKED_FLOAT4
+
+
+def _cast_targets(cast: Mapping[str, Any]) -> list[tuple[str, str]]:
     targets = []
-    for pattern, target in (cast or {}).items():
-        dtype = to_torch_dtype(target) if isinstance(target, str) else target
-        if not isinstance(dtype, _torch().dtype):
-            raise InvalidInputError(f"cast[{pattern!r}] is {target!r}; expected a torch dtype, such as torch.bfloat16")
-        if not dtype.is_floating_point or from_torch_dtype(dtype) == PACKED_FLOAT4:
-            raise InvalidInputError(f"cast[{pattern!r}] is {dtype}; expected a floating dtype, such as torch.bfloat16")
-        targets.append((pattern, dtype))
+    for pattern, dtype in cast.items():
+        if not isinstance(dtype, (str, _torch().dtype)):
+            raise InvalidInputError(f"cast[{pattern!r}] is {dtype!r}; expected a torch dtype, such as torch.bfloat16")
+        target = from_torch_dtype(dtype)
+        if not _can_cast(target):
+            raise InvalidInputError(f"cast[{pattern!r}] is {target}; expected a floating dtype, such as torch.bfloat16")
+        targets.append((pattern, target))
     return targets
 
 
-def _cast_target(targets: list[tuple[str, Any]], name: str, tensor: Tensor) -> Any:
+def _cast_target(targets: list[tuple[str, str]], name: str, dtype: str) -> str | None:
     """The dtype that a leaf is cast to, None when it stays as it is."""
-    if not tensor.dtype.is_floating_point or str(tensor.dtype) == f"torch.{PACKED_FLOAT4}":
-        return None
-    target = next((dtype for pattern, dtype in targets if fnmatch.fnmatchcase(name, pattern)), None)
-    return None if target == tensor.dtype else target
+    target = next((target for pattern, target in targets if fnmatch.fnmatchcase(name, pattern)), None)
+    return target if target != dtype and _can_cast(dtype) else None
+
+
+def _cast_source(source: TensorSource, target: str | None) -> TensorSource:
+    return source if target is None else CastSource(source, target)
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
@@ -478,13 +512,6 @@ def _memory(tensor: Tensor, *, readonly: bool) -> Array:
     if tensor.numel() == 0:
         return np.empty(0, np.uint8)
     return np.asarray(_Memory(tensor, readonly))
-
-
-def _check_range(start: int, stop: int, shape: tuple[int, ...], name: str) -> int:
-    size = math.prod(shape)
-    if not 0 <= start <= stop <= size:
-        raise InvalidInputError(f"{name} has {size} elements, [{start}, {stop}) is no range of them")
-    return stop - start
 
 
 def _integers(tensor: Tensor, dtype: DType, start: int, stop: int) -> tuple[Tensor, int, int]:
@@ -519,11 +546,11 @@ def _blocks(tensor: Tensor, start: int, stop: int) -> Iterator[Tensor]:
         yield from _blocks(tensor[last], 0, tail)
 
 
-def _gather(tensor: Tensor, start: int, stop: int, dtype: Any = None) -> Tensor:
-    """A fresh 1-d CPU tensor of the elements [start, stop) in flat order."""
-    out = _torch().empty(stop - start, dtype=dtype or tensor.dtype)
+def _gather(tensor: Tensor, start: int, stop: int) -> Array:
+    """A fresh copy of the elements [start, stop) in flat order, as bytes."""
+    out = _torch().empty(stop - start, dtype=tensor.dtype)
     offset = 0
     for block in _blocks(tensor, start, stop):
         out[offset : offset + block.numel()].view(block.shape).copy_(block)
         offset += block.numel()
-    return out
+    return _memory(out, readonly=False)

@@ -32,9 +32,7 @@ def open_bucket(address: str | os.PathLike[str]) -> Bucket:
     if scheme == "file":
         parts = urlsplit(text)
         if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
-            raise InvalidInputError(
-                f"{text!r} is not the address of a folder here; write file:///path, or just the path"
-            )
+            raise InvalidInputError(f"{text!r} is not the address of a folder here; write file:///path, or just the path")
         return FolderBucket(unquote(parts.path))
     if scheme == "memory":
         if not rest or "/" in rest:

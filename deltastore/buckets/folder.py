@@ -33,7 +33,7 @@ PIECES_PER_WRITE = 512  # half of the IOV_MAX of Linux and macOS
 COMPARE_BYTES = 1 << 20
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_DENIED = {errno.EACCES, errno.EPERM}
+_DENIED = {errno.EACCES, errno.EPERM, errno.ELOOP}  # ELOOP: a link in place of an object
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
 _OPEN_READ = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 _OPEN_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0)
@@ -279,7 +279,7 @@ class FolderBucket:
         if error.errno == errno.EROFS:
             raise ReadOnlyError(f"{where}: {reason}; open the store with read_only=True to read it") from error
         if error.errno in _DENIED:
-            raise StorageError(f"{where}: {reason}; check owner and mode of the folder", "denied", key=key) from error
+            raise StorageError(f"{where}: {reason}; check the folder and its owner and mode", "denied", key=key) from error
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
             raise StorageError(f"{where}: it is not there", "missing", key=key) from error
         retryable = error.errno in (errno.ETIMEDOUT, errno.ESTALE, errno.EAGAIN, errno.EMFILE, errno.ENFILE)

@@ -4,6 +4,14 @@
     dense-ulp@1    word code byte; changes; streams: `width` planes of zigzag(step) over all words of the chunk
 
 Numbers and streams are framed as in `streams`, gaps and codes made as in `kernel`.
+
+Which one: sparse below a density of 0.5, dense from 0.6 on, between the two whichever is smaller. Measured on chunks of 2^20 words,
+real MiniLM weights with Laplacian updates, bytes of sparse / dense: bf16 at density 0.02 0.52, at 0.23 0.70, at 0.45 0.93, at
+0.61 1.02, at 0.75 1.08; fp32 at 0.25 0.80, at 0.50 0.98, at 0.56 0.99, at 0.82 1.09. Dense decodes three times faster there.
+
+The two-bit codes: on a step of MiniLM bf16 at 1 % density, the bytes of all zigzag steps as one plane cost 1.20 bytes per change
+with the gaps, codes and long planes 1.15, because 90 % of the steps are +1 or -1, too few kinds for Huffman codes, while
+four codes in a byte are many. It also makes the raw form of small tensors 1.25 bytes per change instead of 2 to 3.
 """
 
 from __future__ import annotations
@@ -11,19 +19,19 @@ from __future__ import annotations
 from deltastore.codecs import kernel
 from deltastore.codecs.streams import Payload, PayloadReader, write_payload
 from deltastore.codecs.word import ByteArray, Steps, Word
-from deltastore.errors import FormatError, UnsupportedFormatError
+from deltastore.errors import UnsupportedFormatError
 
 SPARSE, DENSE = "sparse-ulp@1", "dense-ulp@1"
-SPARSE_BELOW = 0.4  # share of changed words up to which the sparse form is always taken
-DENSE_ABOVE = 0.6  # and from which the dense one
+SPARSE_BELOW = 0.5  # share of changed words below which the sparse form is always taken
+DENSE_FROM = 0.6  # and from which the dense one is
 _MAX_COUNT = 1 << 40
 
 
 def encode_delta(steps: Steps) -> tuple[str, bytes]:
     """Codec id and payload of some steps."""
-    if steps.density <= SPARSE_BELOW:
+    if steps.density < SPARSE_BELOW:
         return SPARSE, encode_sparse(steps)
-    if steps.density >= DENSE_ABOVE:
+    if steps.density >= DENSE_FROM:
         return DENSE, encode_dense(steps)
     sparse, dense = encode_sparse(steps), encode_dense(steps)
     return (SPARSE, sparse) if len(sparse) <= len(dense) else (DENSE, dense)
@@ -91,7 +99,7 @@ def _decode(reader: PayloadReader, codec: str, word: Word, target: ByteArray, fl
     escaped = reader.number(count, "number of long steps")
     gaps, codes, *longs = reader.streams([gap_bytes, (count + 3) // 4] + [escaped] * word.width)
     steps = Steps(word, length, gaps, kernel.unpack(codes, tuple(longs), count, word))
-    try:
-        kernel.apply(target, steps) if floating else kernel.accumulate(target, steps)
-    except FormatError as error:
-        raise reader.damaged(str(error)) from None
+    if floating:
+        kernel.apply(target, steps)
+    else:
+        kernel.accumulate(target, steps)

@@ -1,7 +1,9 @@
 """Full chunks: `raw@1` and `planes@1`.
 
-`planes@1` is the word code byte and `width` streams, the byte planes of the words, lowest first. Float words are rotated left by
-one bit before, so that the exponent, the only part that compresses well, fills the highest plane of bf16 and fp32.
+`planes@1` is the word code byte and `width` streams, the byte planes of the words, lowest first. In float words the sign is moved
+below the eight bits after it before, so that the exponent, the only part that compresses well, fills the highest plane of bf16
+and fp32, and the lower planes of numbers of less precision (fp32 made of bf16 or fp16) stay zero, which they would not if the
+whole word were rotated. Whole MiniLM: 66.5 % of its raw bytes in bf16, 81.9 % in fp32 (order-0 entropy of the planes 81.9 %).
 """
 
 from __future__ import annotations

@@ -120,7 +120,8 @@ def add(target: ByteArray, steps: ByteArray, word: Word) -> None:
 def split(words: ByteArray, word: Word, transform: Transform) -> tuple[ByteArray, ...]:
     """Byte planes of transformed words, lowest byte first.
 
-    "rotate" moves the sign bit to the lowest place, so that the exponent fills the highest plane; "zigzag" is for steps.
+    "rotate" moves the sign bit below the eight bits after it, so that the exponent of bf16 and fp32 fills the highest plane (in
+    one-byte words: below the other seven); "zigzag" is for steps.
     The planes are views of scratch memory, valid until this thread splits again.
     """
     length = word_count(words, word)
@@ -162,5 +163,8 @@ def unpack(codes: ByteArray, longs: tuple[ByteArray, ...], count: int, word: Wor
     """The inverse of `pack`: planes of `count` steps (views of scratch memory). FormatError when the two do not fit."""
     planes = _scratch.take("unpacked", count * word.width)
     if not _backend.unpack(codes, longs, planes, word.width):
-        raise FormatError(f"a delta of {count} steps announces {longs[0].size} long ones, its codes say otherwise: it is damaged")
+        raise FormatError(
+            f"a delta of {count} steps announces {longs[0].size} long ones, its codes say otherwise: its bytes are damaged, "
+            "run `deltastore verify`"
+        )
     return tuple(planes[k * count : (k + 1) * count] for k in range(word.width))

@@ -41,6 +41,23 @@ def _unzigzag(codes: Words) -> Words:
     return (codes >> kind(1)) ^ (kind(0) - (codes & kind(1)))
 
 
+def _rotated(words: Words) -> Words:
+    """The sign moved below the eight bits after it (a byte: below the other seven)."""
+    kind, bits = words.dtype.type, 8 * words.itemsize
+    if bits == 8:
+        return (words << kind(1)) | (words >> kind(7))
+    top, sign, low = kind(255 << (bits - 8)), kind(1 << (bits - 9)), kind((1 << (bits - 9)) - 1)
+    return ((words << kind(1)) & top) | ((words >> kind(8)) & sign) | (words & low)
+
+
+def _unrotated(words: Words) -> Words:
+    kind, bits = words.dtype.type, 8 * words.itemsize
+    if bits == 8:
+        return (words >> kind(1)) | (words << kind(7))
+    top, sign, low = kind(255 << (bits - 8)), kind(1 << (bits - 9)), kind((1 << (bits - 9)) - 1)
+    return ((words & top) >> kind(1)) | ((words & sign) << kind(8)) | (words & low)
+
+
 def _join(planes: tuple[ByteArray, ...], width: int) -> Words:
     words = np.zeros((planes[0].size, width), np.uint8)
     for index, plane in enumerate(planes):
@@ -108,9 +125,8 @@ def add(target: ByteArray, steps: ByteArray, width: int, floating: bool) -> None
 def split(words: ByteArray, planes: ByteArray, width: int, transform: int) -> None:
     """Byte planes of the transformed words, one after the other in `planes`."""
     values = words.view(unsigned(width))
-    kind = values.dtype.type
     if transform == ROTATE:
-        values = (values << kind(1)) | (values >> kind(8 * width - 1))
+        values = _rotated(values)
     elif transform == ZIGZAG:
         values = _zigzag(values)
     _split_into(values, planes, values.size)
@@ -119,9 +135,8 @@ def split(words: ByteArray, planes: ByteArray, width: int, transform: int) -> No
 def merge(planes: tuple[ByteArray, ...], words: ByteArray, width: int, transform: int) -> None:
     """The inverse of `split`."""
     values = _join(planes, width)
-    kind = values.dtype.type
     if transform == ROTATE:
-        values = (values >> kind(1)) | (values << kind(8 * width - 1))
+        values = _unrotated(values)
     elif transform == ZIGZAG:
         values = _unzigzag(values)
     words.view(unsigned(width))[:] = values

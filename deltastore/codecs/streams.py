@@ -8,10 +8,10 @@ decompressed without a known bound.
     mode 1   raw
     mode 2   one zstd frame without magic number, content size, checksum or dictionary; window at most 2 MiB
 
-The streams here carry next to no repetition: matches that zstd finds are accidents, cost more than the Huffman codes
-they replace, and slow both directions down. So the compressor runs with the fastest strategy, the longest minimum match (7) and a table of 64
-entries, which comes nearest to Huffman coding alone. On MiniLM bf16 deltas (1 % changed) that is 1.7 % smaller
-than level 1, on exponent planes 1.5 %.
+The streams here carry next to no repetition: matches that zstd finds are accidents, cost more than the Huffman codes they
+replace, and slow both directions down. So the compressor runs with the fastest strategy, the longest minimum match (7)
+and a table of 64 entries, which comes nearest to Huffman coding alone: the exponent planes of MiniLM need 0.326 of their
+raw bytes (order-0 entropy 0.325) against 0.363 with level 1 and 0.405 with level 3, at more than twice the speed.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _worth_compressing(raw: ByteArray) -> bool:
 
 
 def _store(raw: ByteArray) -> tuple[int, bytes]:
-    if not raw.any():
+    if not raw.size or not raw.max():  # quicker than any(), which converts to bool
         return ZERO, b""
     if raw.size >= MIN_ZSTD_BYTES and _worth_compressing(raw):
         frame: bytes = _coders.compressor.compress(raw)

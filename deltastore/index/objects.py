@@ -95,19 +95,6 @@ def structure_use(connection: Connection) -> list[tuple[str, int]]:
     return [(key, count) for key, count in connection.execute(query)]
 
 
-def structure_use(connection: Connection) -> list[tuple[str, int]]:
-    """(structure key, number of commits that have it)."""
-    query = (
-        select(object_.c.key, func.count())
-        .join(edge, edge.c.target_id == object_.c.id)
-        .join(commit_, commit_.c.object_id == edge.c.source_id)
-        .where(object_.c.kind == "structure")
-        .group_by(object_.c.key)
-        .order_by(object_.c.key)
-    )
-    return [(key, count) for key, count in connection.execute(query)]
-
-
 def object_totals(connection: Connection) -> list[ObjectTotals]:
     """Count and bytes per kind and state."""
     c = object_.c

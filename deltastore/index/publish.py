@@ -172,10 +172,14 @@ def _connect_objects(connection: Connection, publication: Publication, ids: Mapp
 
 
 def _insert_missing(connection: Connection, table: Table, rows: list[dict[str, Any]]) -> None:
-    """Insert the rows whose primary key is not there yet."""
-    if rows:
-        dialect = importlib.import_module(f"sqlalchemy.dialects.{connection.dialect.name}")
-        connection.execute(dialect.insert(table).on_conflict_do_nothing(), rows)
+    """Insert the rows whose primary key is not there yet. Thousands of rows: they go to the driver as they are."""
+    if not rows:
+        return
+    dialect = importlib.import_module(f"sqlalchemy.dialects.{connection.dialect.name}")
+    statement = dialect.insert(table).values(dict.fromkeys(rows[0])).on_conflict_do_nothing()
+    compiled = statement.compile(dialect=connection.dialect)
+    order = compiled.positiontup
+    connection.exec_driver_sql(str(compiled), rows if order is None else [tuple(row[key] for key in order) for row in rows])
 
 
 # -- commits ----------------------------------------------------------------------------------------------------------

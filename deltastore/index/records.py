@@ -104,16 +104,6 @@ class OplogRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class SnapshotState:
-    """What a ref snapshot holds: all refs after log entry `seq`, and the commits since the snapshot before, by seq."""
-
-    epoch: int
-    seq: int
-    refs: tuple[RefRecord, ...]
-    commits: tuple[CommitRecord, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Publication:
     """Everything that one commit transaction does.
 

@@ -109,7 +109,7 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("epoch", "seq", name=op.f("pk_oplog")),
     )
     unmirrored = sa.column("mirrored", sa.Boolean()) == sa.false()
-    op.create_index("ix_oplog_unmirrored", "oplog", ["seq"], sqlite_where=unmirrored, postgresql_where=unmirrored)
+    op.create_index("ix_oplog_unmirrored", "oplog", ["seq"], sqlite_where=unmirrored)
     op.create_table(
         "tombstone",
         sa.Column("key", sa.Text(), nullable=False),

@@ -1,0 +1,139 @@
+"""A small builder of commits, and real processes to run against one index."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import select
+
+from deltastore.index import tables
+from deltastore.index.index import Index
+from deltastore.index.records import Publication, Published
+
+ROOT = Path(__file__).parents[2]
+STORE = "8f14e45f-ceea-467f-a8b6-0d3f6c6f2b1a"
+CREATED = "2026-01-01T00:00:00.000000Z"
+
+
+def publication(session_id: str, number: int, parent: int | None, **changes: Any) -> Publication:
+    """Commit `number` on top of commit `parent`, as the head of main, with nothing but a commit document."""
+    key = f"commits/{number}"
+    fields: dict[str, Any] = {
+        "session_id": session_id,
+        "write_id": f"write-{number}",
+        "commit_id": f"{number:064x}",
+        "parents": () if parent is None else (f"{parent:064x}",),
+        "tree": "ab" * 32,
+        "height": number,
+        "message": f"commit {number}",
+        "author": "someone",
+        "created_at": "2026-01-01T00:00:00.000000Z",
+        "metadata": {"step": f'{{"i":"{number}"}}'},
+        "object_key": key,
+        "own_keys": (key,),
+        "reused_keys": (),
+        "edges": (),
+        "dedup": (),
+        "ref": "main",
+        "expected_head": None if parent is None else f"{parent:064x}",
+        "body": b"entry %d" % number,
+    }
+    return Publication(**(fields | changes))
+
+
+PREAMBLE = f"""
+from __future__ import annotations
+import os, sys, time
+from pathlib import Path
+from typing import Any
+from deltastore.errors import *
+from deltastore.index.index import Index
+from deltastore.index.records import Publication, RefMovement
+{inspect.getsource(publication)}
+"""
+
+
+def start_python(code: str, *arguments: object, root: Path = ROOT, **options: Any) -> subprocess.Popen[str]:
+    """Run code in a process of its own; `publication` and `Index` are there."""
+    command = [sys.executable, "-W", "error", "-c", PREAMBLE + code, *map(str, arguments)]
+    environment = os.environ | {"PYTHONPATH": str(root)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env=environment, cwd=root, **(pipes | options))
+
+
+def run_python(code: str, *arguments: object, root: Path = ROOT) -> str:
+    """What such a process prints; it must succeed."""
+    out, error = start_python(code, *arguments, root=root).communicate(timeout=60)
+    assert error == ""
+    return out
+
+
+class Committer:
+    """Registers and publishes commits in a session of its own."""
+
+    def __init__(self, index: Index) -> None:
+        self.index = index
+        self.session_id = index.open_session("writer", "test", 3600)
+
+    def __call__(
+        self, number: int, parent: int | None, objects: tuple[tuple[str, Any, int], ...] = (), **changes: Any
+    ) -> Published:
+        """Publish commit `number`; it brings and needs `objects` besides its document."""
+        key = f"commits/{number}"
+        self.index.register(self.session_id, [(key, "commit", 100), *objects])
+        own = [name for name, _, _ in objects]
+        given = {"own_keys": (key, *own), "edges": tuple((key, name) for name in own)}
+        return self.index.publish(publication(self.session_id, number, parent, **(given | changes)))
+
+
+def dump(index: Index) -> dict[str, list[tuple[Any, ...]]]:
+    """Every row of every table."""
+    with index._database.read() as connection:
+        return {
+            table.name: sorted((tuple(row) for row in connection.execute(select(table))), key=repr)
+            for table in tables.metadata.sorted_tables
+        }
+
+
+@pytest.fixture(params=["sqlite"])
+def index(tmp_path: Path) -> Iterator[Index]:
+    """An index without commits, of every kind of database that there is."""
+    with Index.create(tmp_path / "index.sqlite", store_uuid=STORE, format=1, epoch=1, created_at=CREATED) as made:
+        yield made
+
+
+@pytest.fixture
+def commit(index: Index) -> Committer:
+    """Publishes commits in one session."""
+    return Committer(index)
+
+
+@pytest.fixture(name="dump")
+def dump_fixture() -> Callable[[Index], dict[str, list[tuple[Any, ...]]]]:
+    """Every row of every table."""
+    return dump
+
+
+@pytest.fixture(name="publication")
+def publication_fixture() -> Callable[..., Publication]:
+    """Builds a publication."""
+    return publication
+
+
+@pytest.fixture(name="run_python")
+def run_python_fixture() -> Callable[..., str]:
+    """Runs code in another process."""
+    return run_python
+
+
+@pytest.fixture(name="start_python")
+def start_python_fixture() -> Callable[..., subprocess.Popen[str]]:
+    """Starts code in another process."""
+    return start_python
