@@ -93,23 +93,22 @@ class ChunkReader:
             if ref is None:
                 info = self._bucket.stat([key])[key]
                 if info is None:
-                    raise IntegrityError(
-                        f"{key} is missing from the bucket; run `deltastore verify` to see what it breaks"
-                    )
+                    raise IntegrityError(f"{key} is missing from the bucket; run `deltastore verify` to see what it breaks", key)
                 first = self._bucket.get_range(key, 0, min(info.size, FIRST_READ))
                 ref = PackRef(pack_id, head_length(first), info.size)
                 if ref.head > info.size:
-                    raise FormatError(
-                        f"{key}: its head of {ref.head} bytes is longer than the object ({info.size} bytes)"
-                    )
+                    raise FormatError(f"{key}: its head of {ref.head} bytes is longer than the object of {info.size}", key)
                 head = first[: ref.head] if ref.head <= len(first) else self._bucket.get_range(key, 0, ref.head)
             else:
                 head = self._bucket.get_range(key, 0, ref.head)
         except StorageError as error:
             raise _as_integrity(error, key) from error
-        columns = PackColumns.parse(pack_id, head)
+        try:
+            columns = PackColumns.parse(pack_id, head)
+        except FormatError as error:
+            raise type(error)(str(error), key) from error
         if columns.size != ref.size:
-            raise FormatError(f"{key}: its columns describe {columns.size} bytes, expected {ref.size}")
+            raise FormatError(f"{key}: its columns describe {columns.size} bytes, expected {ref.size}", key)
         self._refs.setdefault(pack_id, ref)
         with self._lock:
             self._columns[pack_id] = columns
@@ -127,16 +126,15 @@ class ChunkReader:
         while True:
             entry = self.columns(pack_id).entry(row)
             entries.append(entry)
+            delta = codecs.is_delta(entry.codec)
             if entry.raw_length != entries[0].raw_length:
-                raise FormatError(f"{pack_key(pack_id)} row {row}: a delta and its base differ in raw length")
+                raise _malformed(entry, "a delta and its base differ in raw length")
+            if delta != (entry.base is not None):
+                raise _malformed(entry, "a delta without a base" if delta else "a full entry that names a base")
             if entry.base is None:
-                if codecs.is_delta(entry.codec):
-                    raise FormatError(f"{pack_key(pack_id)} row {row}: a delta without a base")
                 return entries
-            if not codecs.is_delta(entry.codec):
-                raise FormatError(f"{pack_key(pack_id)} row {row}: a full entry that names a base")
             if len(entries) >= MAX_CHAIN:
-                raise FormatError(f"{pack_key(entries[0].pack_id)} row {entries[0].row}: its chain of bases has no end")
+                raise _malformed(entries[0], "its chain of bases has no end")
             pack_id, row = entry.base
 
     # -- bytes ----------------------------------------------------------------------------------------------------------
@@ -155,7 +153,7 @@ class ChunkReader:
             except StorageError as error:
                 raise _as_integrity(error, key) from error
             if len(data) != length:
-                raise IntegrityError(f"{key}: asked for {length} bytes at {start}, got {len(data)}")
+                raise IntegrityError(f"{key}: asked for {length} bytes at {start}, got {len(data)}", key)
             for entry in group:
                 begin = entry.offset - start
                 found[entry.pack_id, entry.row] = data[begin : begin + entry.stored_length]
@@ -204,11 +202,11 @@ class ChunkReader:
             try:
                 chains.append(self.chain(job.row.pack_id, job.row.row))
             except IntegrityError as error:
-                raise type(error)(f"{job.label}: {error}") from error
+                raise error.within(job.label) from error
         try:
             payloads = self.payloads(entry for chain in chains for entry in chain)
         except IntegrityError as error:
-            raise type(error)(f"{batch[0].label} and what is read with it: {error}") from error
+            raise error.within(f"{batch[0].label} and what is read with it") from error
         scratch: Array | None = None
         for job, chain in zip(batch, chains, strict=True):
             if job.out is not None:
@@ -220,7 +218,7 @@ class ChunkReader:
             try:
                 self._decode(job.row, chain, payloads, out)
             except IntegrityError as error:
-                raise type(error)(f"{job.label}: {error}") from error
+                raise error.within(job.label) from error
             if job.deliver is not None:
                 job.deliver(out)
 
@@ -232,13 +230,11 @@ class ChunkReader:
         out: Array,
     ) -> None:
         top = chain[0]
-        where = f"{pack_key(top.pack_id)} row {top.row}"
         if top.digest != row.digest:
-            raise IntegrityError(
-                f"{where}: holds digest {top.digest.hex()[:16]}…, the manifest expects {row.digest.hex()[:16]}…"
-            )
+            found = f"holds digest {top.digest.hex()[:16]}…, the manifest expects {row.digest.hex()[:16]}…"
+            raise _damaged(top, found)
         if top.raw_length != len(out):
-            raise IntegrityError(f"{where}: holds {top.raw_length} bytes, expected {len(out)}")
+            raise _damaged(top, f"holds {top.raw_length} bytes, expected {len(out)}")
         for entry in reversed(chain):
             payload = payloads[entry.pack_id, entry.row]
             try:
@@ -247,14 +243,28 @@ class ChunkReader:
                 else:
                     codecs.apply_delta(entry.codec, payload, out)
             except FormatError as error:
-                raise type(error)(f"{pack_key(entry.pack_id)} row {entry.row}: {error}") from error
+                raise type(error)(f"{_place(entry)}: {error}", pack_key(entry.pack_id)) from error
         if fast_digest(out) != top.fast_digest:
-            raise IntegrityError(
-                f"{where}: the decoded chunk does not have its xxh3-128 {top.fast_digest.hex()}; "
-                "run `deltastore verify --read-data` to see what is damaged"
+            through = f" through {len(chain) - 1} deltas from {_place(chain[-1])}" if len(chain) > 1 else ""
+            raise _damaged(
+                top,
+                f"decoded{through}, the chunk does not have its xxh3-128 {top.fast_digest.hex()}; "
+                "run `deltastore verify --read-data` to see what is damaged",
             )
         if self._verify_digests and chunk_digest(out) != row.digest:
-            raise IntegrityError(f"{where}: the decoded chunk does not have its BLAKE3 digest {row.digest.hex()}")
+            raise _damaged(top, f"the decoded chunk does not have its BLAKE3 digest {row.digest.hex()}")
+
+
+def _place(entry: StoredEntry) -> str:
+    return f"{pack_key(entry.pack_id)} row {entry.row}"
+
+
+def _damaged(entry: StoredEntry, what: str) -> IntegrityError:
+    return IntegrityError(f"{_place(entry)}: {what}", pack_key(entry.pack_id))
+
+
+def _malformed(entry: StoredEntry, what: str) -> FormatError:
+    return FormatError(f"{_place(entry)}: {what}", pack_key(entry.pack_id))
 
 
 def _reap(pending: dict[Future[None], int], done: Callable[[int], None] | None) -> None:
@@ -298,5 +308,5 @@ def _coalesced(ordered: Iterable[StoredEntry]) -> Iterator[list[StoredEntry]]:
 def _as_integrity(error: StorageError, key: str) -> StorageError | IntegrityError:
     """A missing or short object is damage of the store; any other failure stays what it is."""
     if error.kind in ("missing", "truncated"):
-        return IntegrityError(f"{key}: {error}; run `deltastore verify` to see what it breaks")
+        return IntegrityError(f"{key}: {error}; run `deltastore verify` to see what it breaks", key)
     return error

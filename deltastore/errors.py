@@ -27,6 +27,8 @@ positional arguments of the constructor, so that errors survive pickling between
 
 from __future__ import annotations
 
+from typing import Self
+
 
 class DeltaStoreError(Exception):
     """Base of all errors of this library."""
@@ -103,9 +105,20 @@ class AuthenticationError(DeltaStoreError):
 
 
 class IntegrityError(DeltaStoreError):
-    """Stored bytes are not what their digests, lengths or documents say."""
+    """Stored bytes are not what their digests, lengths or documents say.
+
+    Attributes: `key` of the object that is damaged, where one is known.
+    """
 
     exit_code = 13
+
+    def __init__(self, message: str, key: str | None = None) -> None:
+        super().__init__(message, key)
+        self.key = key
+
+    def within(self, what: str) -> Self:
+        """The same error, said of something larger: a tensor, a batch."""
+        return type(self)(f"{what}: {self}", self.key)
 
 
 class FormatError(IntegrityError):

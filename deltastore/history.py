@@ -178,10 +178,11 @@ def read_object(bucket: Bucket, key: str, size: int | None = None) -> bytes:
         data = bucket.get(key)
     except StorageError as error:
         if error.kind in ("missing", "truncated"):
-            raise IntegrityError(f"{key}: {error}; run `deltastore verify` to see what it breaks") from error
+            raise IntegrityError(f"{key}: {error}; run `deltastore verify` to see what it breaks", key) from error
         raise
     if size is not None and len(data) != size:
-        raise IntegrityError(f"{key}: has {len(data)} bytes, expected {size}; run `deltastore verify` to see what it breaks")
+        found = f"has {len(data)} bytes, expected {size}"
+        raise IntegrityError(f"{key}: {found}; run `deltastore verify` to see what it breaks", key)
     return data
 
 

@@ -238,11 +238,7 @@ class Snapshot(Mapping[str, LazyTensor]):
         """
         targets = tensors.target_tensors(target)
         available = {strip_wrapper_prefixes(name): number for name, number in self._numbers.items()}
-        matched = [
-            (each, number)
-            for each in targets
-            if (number := available.get(strip_wrapper_prefixes(each.name))) is not None
-        ]
+        matched = [(each, number) for each in targets if (number := available.get(strip_wrapper_prefixes(each.name))) is not None]
         filled = {each.tie for each, _ in matched}  # ties fill all their names, however they are declared
         missing = [each.name for each in targets if each.tie not in filled]
         used = {number for _, number in matched}
@@ -259,9 +255,8 @@ class Snapshot(Mapping[str, LazyTensor]):
             try:
                 checkout.run(self._reader, jobs, done)
             except IntegrityError as error:
-                raise type(error)(
-                    f"{error}. The target now holds old and new values mixed: load another revision into it."
-                ) from error
+                mixed = "the target now holds old and new values mixed, load another revision into it"
+                raise type(error)(f"{error}; {mixed}", error.key) from error
         return [each.name for each, _ in matched]
 
     def _check_fit(self, matched: list[tuple[tensors.Target, int]]) -> None:
@@ -310,9 +305,7 @@ class Snapshot(Mapping[str, LazyTensor]):
                 stacklevel=2,
             )
         with CheckpointWriter(Path(directory), entries, max_shard_bytes=max_shard_bytes, overwrite=overwrite) as writer:
-            with progress_bar(
-                "save", sum(self._version.tensors[number].nbytes for _, number in self._version.leaves)
-            ) as done:
+            with progress_bar("save", sum(self._version.tensors[number].nbytes for _, number in self._version.leaves)) as done:
                 checkout.run(self._reader, self._jobs_into_files(names, writer), done)
             for name in self.files:
                 writer.add_file(name, self.read_file(name))

@@ -97,7 +97,7 @@ def run_verify(
             if read_data:
                 _read_version(version, reader, commit_id, seen_chunks, work)
         except DeltaStoreError as error:
-            work.add(_key_of(str(error)), str(error), commit_id)
+            work.add(_key_of(error), str(error), commit_id)
         if progress is not None:
             progress(1)
     problems = tuple(Problem(key, message, tuple(sorted(commits))) for (key, message), commits in work.problems.items())
@@ -115,7 +115,7 @@ def _check_version(version: Version, reader: ChunkReader, commit_id: str, work: 
             try:
                 chain = reader.chain(row.pack_id, row.row)
             except DeltaStoreError as error:
-                work.add(_key_of(str(error)), f"{label}: {error}", commit_id)
+                work.add(_key_of(error), f"{label}: {error}", commit_id)
                 continue
             if chain[0].digest != row.digest or chain[0].raw_length != info.chunk_length(index):
                 work.add(row.pack_id, f"{label}: the pack's columns do not agree with the manifest", commit_id)
@@ -128,9 +128,7 @@ def _check_version(version: Version, reader: ChunkReader, commit_id: str, work: 
                 )
 
 
-def _read_version(
-    version: Version, reader: ChunkReader, commit_id: str, seen: set[tuple[str, int]], work: _Work
-) -> None:
+def _read_version(version: Version, reader: ChunkReader, commit_id: str, seen: set[tuple[str, int]], work: _Work) -> None:
     for number, info in enumerate(version.tensors):
         for index, row in enumerate(version.rows(number)):
             _read_chunk(version, number, index, row, info.chunk_length(index), reader, commit_id, seen, work)
@@ -154,21 +152,16 @@ def _read_chunk(
     try:
         reader.read(ReadJob(row, length, label, out=out))
         if chunk_digest(out) != row.digest:
-            work.add(
-                row.pack_id, f"{label}: the decoded chunk does not have its BLAKE3 digest {row.digest.hex()}", commit_id
-            )
+            work.add(row.pack_id, f"{label}: the decoded chunk does not have its BLAKE3 digest {row.digest.hex()}", commit_id)
             return
     except DeltaStoreError as error:
-        work.add(_key_of(str(error)), str(error), commit_id)
+        work.add(_key_of(error), str(error), commit_id)
         return
     seen.add((row.pack_id, row.row))
     work.chunks += 1
     work.bytes_read += length
 
 
-def _key_of(message: str) -> str:
-    """The object key that a message names, for grouping."""
-    for word in message.replace(":", " ").split():
-        if word.startswith(("packs/", "manifests/", "structures/", "commits/", "refs/")):
-            return word
-    return "store"
+def _key_of(error: DeltaStoreError) -> str:
+    """The object that an error is about."""
+    return getattr(error, "key", None) or "store"

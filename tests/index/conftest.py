@@ -6,6 +6,7 @@ import inspect
 import os
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -48,24 +49,46 @@ def publication(session_id: str, number: int, parent: int | None, **changes: Any
     return Publication(**(fields | changes))
 
 
+def in_children(count: int, work: Callable[[int], object]) -> None:
+    """Call work(number) in that many forked processes, all let go at the same moment."""
+    gate, let_go = os.pipe()
+    children = []
+    for number in range(count):
+        child = os.fork()
+        if child == 0:
+            try:
+                os.close(let_go)
+                os.read(gate, 1)
+                work(number)
+                sys.stdout.flush()
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+        children.append(child)
+    os.close(let_go)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * count
+
+
 PREAMBLE = f"""
 from __future__ import annotations
-import os, sys, time
+import os, sys, threading, time, traceback
 from pathlib import Path
 from typing import Any
 from deltastore.errors import *
 from deltastore.index.index import Index
 from deltastore.index.records import Publication, RefMovement
 {inspect.getsource(publication)}
+{inspect.getsource(in_children)}
 """
 
 
-def start_python(code: str, *arguments: object, root: Path = ROOT, **options: Any) -> subprocess.Popen[str]:
-    """Run code in a process of its own; `publication` and `Index` are there."""
-    command = [sys.executable, "-W", "error", "-c", PREAMBLE + code, *map(str, arguments)]
+def start_python(code: str, *arguments: object, root: Path = ROOT) -> subprocess.Popen[str]:
+    """Run code in a process of its own; `publication`, `in_children` and `Index` are there."""
+    warnings = ("-W", "error", "-W", "ignore:This process:DeprecationWarning")  # it has threads of NumPy when it forks
+    command = [sys.executable, *warnings, "-c", PREAMBLE + code, *map(str, arguments)]
     environment = os.environ | {"PYTHONPATH": str(root)}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, env=environment, cwd=root, **(pipes | options))
+    return subprocess.Popen(command, env=environment, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def run_python(code: str, *arguments: object, root: Path = ROOT) -> str:

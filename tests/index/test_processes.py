@@ -21,55 +21,44 @@ def check(path):
         assert connection.execute("PRAGMA foreign_key_check").fetchall() == []
 
 
-def finish(processes):
-    outputs = [process.communicate(timeout=60) for process in processes]
-    assert [error for _, error in outputs] == [""] * len(processes)
-    return [out for out, _ in outputs]
-
-
-def test_eight_processes_create_at_once(tmp_path, start_python):
+def test_eight_processes_create_at_once(tmp_path, run_python):
     path = tmp_path / "new" / "index.sqlite"
     code = """
-print("ready", flush=True)
-sys.stdin.readline()
-with Index.create(sys.argv[1], store_uuid="u", format=1, epoch=1, created_at="2026") as index:
-    index.open_session("writer", str(os.getpid()), 60)
-    print(index.meta().store_uuid)
+def work(number):
+    with Index.create(sys.argv[1], store_uuid="u", format=1, epoch=1, created_at="2026") as index:
+        index.open_session("writer", str(os.getpid()), 60)
+        print(index.meta().store_uuid)
+in_children(8, work)
 """
-    processes = [start_python(code, path, stdin=-1) for _ in range(8)]
-    for process in processes:
-        assert process.stdout.readline() == "ready\n"
-    for process in processes:
-        process.stdin.write("go\n")
-        process.stdin.flush()
-    assert finish(processes) == ["u\n"] * 8
+    assert run_python(code, path) == "u\n" * 8
     assert [each.name for each in path.parent.iterdir()] == ["index.sqlite"]
     with closing(sqlite3.connect(path)) as connection:
         assert connection.execute("SELECT count(DISTINCT holder) FROM lease").fetchone() == (8,)
 
 
-def test_two_processes_race_for_one_branch(index, start_python):
+def test_two_processes_race_for_one_branch(index, run_python):
     code = """
-worker, path = int(sys.argv[1]), sys.argv[2]
-conflicts = 0
-with Index.open(path) as index:
-    session = index.open_session("writer", f"worker {worker}", 60)
-    for number in range(1000 * worker, 1000 * worker + 15):
-        index.register(session, [(f"commits/{number}", "commit", 1)])
-        while True:
-            ref = index.ref("main")
-            head = ref and int(ref.commit_id, 16)
-            time.sleep(0.002)
-            try:
-                index.publish(publication(session, number, head))
-                break
-            except RefConflictError as conflict:
-                assert conflict.expected != conflict.actual
-                conflicts += 1
-print(conflicts)
+def work(worker):
+    conflicts = 0
+    with Index.open(sys.argv[1]) as index:
+        session = index.open_session("writer", f"worker {worker}", 60)
+        for number in range(1000 * worker + 1, 1000 * worker + 16):
+            index.register(session, [(f"commits/{number}", "commit", 1)])
+            while True:
+                ref = index.ref("main")
+                head = ref and int(ref.commit_id, 16)
+                time.sleep(0.002)
+                try:
+                    index.publish(publication(session, number, head))
+                    break
+                except RefConflictError as conflict:
+                    assert conflict.expected != conflict.actual
+                    conflicts += 1
+    print(conflicts)
+in_children(2, work)
 """
-    conflicts = sum(int(out) for out in finish([start_python(code, worker, index.path) for worker in (1, 2)]))
-    assert conflicts > 0
+    conflicts = [int(line) for line in run_python(code, index.path).splitlines()]
+    assert sum(conflicts) > 0
     history = index.first_parents(index.ref("main").commit_id)
     assert [record.seq for record in history] == list(range(30, 0, -1))
     assert [entry.seq for entry in index.oplog()] == list(range(1, 31))
@@ -135,7 +124,7 @@ index.close()
     check(tmp_path / "index.sqlite")
 
 
-def test_a_child_that_outlives_its_parent_keeps_its_commits(tmp_path, start_python):
+def test_a_child_that_outlives_its_parent_keeps_its_commits(tmp_path, run_python):
     code = (
         FORK
         + """
@@ -149,8 +138,7 @@ index.close()
 print("done", flush=True)
 """
     )
-    (out,) = finish([start_python(code, tmp_path / "index.sqlite")])
-    assert out == "done\n"
+    assert run_python(code, tmp_path / "index.sqlite") == "done\n"  # communicate() ends when the child has closed stdout
     check(tmp_path / "index.sqlite")
     with Index.open(tmp_path / "index.sqlite") as index:
         assert [entry.seq for entry in index.oplog()] == [1, 2, 3, 4, 5]
@@ -158,8 +146,7 @@ print("done", flush=True)
 
 def test_a_fork_while_a_thread_is_writing(tmp_path, run_python):
     code = (
-        "import threading\n"
-        + FORK
+        FORK
         + """
 inside, leave = threading.Event(), threading.Event()
 def slow(seq):
