@@ -7,7 +7,6 @@ cumulative bytes against full copies into docs/images/demo.png.
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import sys
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.store_files import index_bytes, object_bytes
 from benchmarks.training import FineTuning, Weights, model_folder
 from deltastore import DeltaStore
 
@@ -73,7 +73,7 @@ def commit_steps(training: FineTuning, folder: Path, steps: int) -> tuple[list[i
                 files=files,
             )
             seconds = time.perf_counter() - start
-            sizes.append(stored_bytes(folder))
+            sizes.append(object_bytes(folder))
             added = sizes[-1] - (sizes[-2] if step else 0)
             full = sum(value.nbytes for value in version.values())
             changed = f"{100 * changed_share(before, version):.2f} %" if before is not None else "all"
@@ -85,16 +85,6 @@ def commit_steps(training: FineTuning, folder: Path, steps: int) -> tuple[list[i
     return sizes, kept
 
 
-def stored_bytes(folder: Path) -> int:
-    """Bytes of every file of the store, SQL index included once it is closed or checkpointed."""
-    return sum(
-        Path(place, name).stat().st_size
-        for place, _, names in os.walk(folder)
-        for name in names
-        if not name.endswith(("-wal", "-shm"))
-    )
-
-
 def full_copy_bytes(kept: dict[int, Weights]) -> int:
     """Bytes of one version, written whole."""
     return sum(value.nbytes for value in kept[0].values())
@@ -103,7 +93,7 @@ def full_copy_bytes(kept: dict[int, Weights]) -> int:
 def changed_share(before: Weights, after: Weights) -> float:
     """The share of values whose bits differ."""
     changed = sum(int((before[name].view(torch.int16) != after[name].view(torch.int16)).sum()) for name in after)
-    return changed / sum(value.numel() for value in after.values())
+    return float(changed / sum(value.numel() for value in after.values()))
 
 
 def prove(folder: Path, kept: dict[int, Weights]) -> bool:
@@ -126,15 +116,15 @@ def prove(folder: Path, kept: dict[int, Weights]) -> bool:
 
 def draw(path: Path, sizes: list[int], full: int) -> None:
     """Cumulative bytes of the store and of full copies, over the commits."""
-    import matplotlib
+    import matplotlib as mpl
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
 
     steps = list(range(len(sizes)))
     copies = [full * (step + 1) / MB for step in steps]
     stored = [size / MB for size in sizes]
-    figure, axes = pyplot.subplots(figsize=(8, 4.2), dpi=144, layout="constrained")
+    figure, axes = plt.subplots(figsize=(8, 4.2), dpi=144, layout="constrained")
     for values, color, label in ((copies, "#8a8f98", "full copies"), (stored, "#1f6feb", "deltastore")):
         axes.plot(steps, values, color=color, linewidth=2.2)
         axes.annotate(
@@ -162,7 +152,7 @@ def draw(path: Path, sizes: list[int], full: int) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
-    pyplot.close(figure)
+    plt.close(figure)
 
 
 def print_closing(options: argparse.Namespace, sizes: list[int], full: int, seconds: float) -> None:
@@ -173,6 +163,7 @@ def print_closing(options: argparse.Namespace, sizes: list[int], full: int, seco
         f"\n{len(sizes)} versions: {sizes[-1] / MB:,.1f} MB stored, {copies / MB:,.0f} MB as full copies "
         f"({copies / sizes[-1]:.0f} times smaller)."
         f"\nThe first took {sizes[0] / full:.1%} of a full copy, each further one {steps / full:.2%} on average."
+        f"\nBeside them lies the SQL index with {index_bytes(options.folder) / MB:.1f} MB."
         f"\nAll took {seconds:.0f} s, most of it training."
     )
     store = _shown(options.folder)

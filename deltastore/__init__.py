@@ -7,13 +7,19 @@ with DeltaStore.create("./runs", exist_ok=True) as store:
     weights = store.checkout("main~3").load()
 """
 
-from deltastore.diff import Diff, TensorDiff
-from deltastore.errors import DeltaStoreError
-from deltastore.history import Commit
-from deltastore.snapshot import LazyTensor, Snapshot
-from deltastore.stats import StoreStats
-from deltastore.store import DeltaStore, Ref
-from deltastore.verify import Problem, VerifyReport
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from deltastore.diff import Diff, TensorDiff
+    from deltastore.errors import DeltaStoreError
+    from deltastore.history import Commit
+    from deltastore.snapshot import LazyTensor, Snapshot
+    from deltastore.stats import StoreStats
+    from deltastore.store import DeltaStore, Ref
+    from deltastore.verify import Problem, VerifyReport
 
 __version__ = "0.1.0"
 
@@ -31,3 +37,30 @@ __all__ = [
     "VerifyReport",
     "__version__",
 ]
+
+# Imported when they are asked for (PEP 562), so that a command loads only the parts that it uses.
+_HOMES = {
+    "Commit": "history",
+    "DeltaStore": "store",
+    "DeltaStoreError": "errors",
+    "Diff": "diff",
+    "LazyTensor": "snapshot",
+    "Problem": "verify",
+    "Ref": "store",
+    "Snapshot": "snapshot",
+    "StoreStats": "stats",
+    "TensorDiff": "diff",
+    "VerifyReport": "verify",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

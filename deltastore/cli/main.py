@@ -41,11 +41,11 @@ COMMANDS = {
 class LazyGroup(click.Group):
     """A group whose commands are imported on demand, and whose `main` reports every expected error in one line."""
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
         """The names of all commands."""
         return list(COMMANDS)
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         """The command of this name; its module is imported now."""
         if cmd_name not in COMMANDS:
             return None
@@ -53,22 +53,28 @@ class LazyGroup(click.Group):
         assert isinstance(command, click.Command)
         return command
 
-    def main(self, args: Sequence[str] | None = None, *others: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        **extra: Any,
+    ) -> Any:
         """Run, and exit with the code of the outcome."""
         arguments = list(sys.argv[1:] if args is None else args)
         if not standalone_mode:
-            return super().main(arguments, *others, standalone_mode=False, **extra)
+            return super().main(arguments, prog_name, complete_var, False, **extra)
         as_json = "--json" in (arguments[: arguments.index("--")] if "--" in arguments else arguments)
         with _warnings_on_stderr(as_json):
-            sys.exit(self._run(arguments, as_json, extra))
+            sys.exit(self._run(arguments, as_json, complete_var, extra))
 
-    def _run(self, arguments: list[str], as_json: bool, extra: dict[str, Any]) -> int:
-        extra["prog_name"] = "deltastore"
+    def _run(self, arguments: list[str], as_json: bool, complete_var: str | None, extra: dict[str, Any]) -> int:
         try:
-            code = super().main(arguments, standalone_mode=False, **extra)
+            code = super().main(arguments, "deltastore", complete_var, False, **extra)
             flush()
         except (click.exceptions.Abort, KeyboardInterrupt) as error:
-            interrupted = isinstance(error, KeyboardInterrupt) or isinstance(error.__cause__, KeyboardInterrupt)
+            interrupted = isinstance(error, KeyboardInterrupt) or isinstance(error.__context__, KeyboardInterrupt)
             if interrupted:
                 return _report(as_json, INTERRUPTED, "KeyboardInterrupt", "interrupted")
             return _report(as_json, FAILURE, "Abort", "not confirmed; nothing was changed")

@@ -85,14 +85,14 @@ class Settings:
         """Show what is about to be destroyed, and ask.
 
         Raises:
-            click.UsageError: there is nobody to ask, and no --yes.
+            InvalidInputError: there is nobody to ask, and no --yes.
             click.Abort: the answer is no.
         """
         print_error(plan)
         if self.yes:
             return
         if not sys.stdin.isatty():
-            raise click.UsageError("nobody is at a terminal to confirm this, so nothing was changed; repeat it with --yes")
+            raise InvalidInputError("nobody is at a terminal to confirm this, so nothing was changed; repeat it with --yes")
         click.confirm("Go on?", abort=True, err=True)
 
 

@@ -82,8 +82,8 @@ INLINE void forget_memory(const void *kept)
 #endif
 }
 
-/* Positions of the set bits of a tile's masks. Writes four per mask whatever it holds: a wrong guess of the processor at a
- * loop end costs more than four stores. Hence the slack behind `positions`. */
+/* Positions of the set bits of a tile's masks. Writes three per mask whatever it holds: a wrong guess of the processor at a
+ * loop end costs more than three stores. Hence the slack behind `positions`. */
 INLINE size_t set_bits(const uint64_t *masks, size_t blocks, uint16_t *positions)
 {
     const uint64_t guard = 1ull << 63; /* keeps the number of trailing zeros defined for an empty mask */
@@ -93,11 +93,11 @@ INLINE size_t set_bits(const uint64_t *masks, size_t blocks, uint16_t *positions
         uint16_t *out = positions + count;
         const unsigned first = (unsigned)(64 * block);
         count += bit_count(mask);
-        for (unsigned k = 0; k < 4; k++) {
+        for (unsigned k = 0; k < 3; k++) {
             out[k] = (uint16_t)(first + lowest_bit(mask | guard));
             mask &= mask - 1;
         }
-        for (out += 4; mask; mask &= mask - 1) *out++ = (uint16_t)(first + lowest_bit(mask));
+        for (out += 3; mask; mask &= mask - 1) *out++ = (uint16_t)(first + lowest_bit(mask));
     }
     return count;
 }
@@ -192,7 +192,8 @@ static PyObject *kernel_extract(PyObject *Py_UNUSED(module), PyObject *args)
     if (!PyArg_ParseTuple(args, "w*y*w*w*Ip:extract", &baseline, &live, &gaps, &planes, &width, &floating)) return NULL;
     const Kernel *kernel = kernel_of(width);
     if (kernel && check(baseline.len == live.len && live.len % width == 0, "baseline and live words differ in length") &&
-        check((size_t)gaps.len >= gap_room((size_t)live.len / width) && planes.len >= live.len, "output buffers are too small")) {
+        check((size_t)gaps.len >= gap_room((size_t)live.len / width) && planes.len >= live.len,
+              "output buffers are too small")) {
         Counts done;
         Py_BEGIN_ALLOW_THREADS
         done = kernel->extract(baseline.buf, live.buf, (size_t)live.len / width, gaps.buf, planes.buf, floating);
@@ -214,7 +215,8 @@ static PyObject *kernel_collect(PyObject *Py_UNUSED(module), PyObject *args)
     if (!PyArg_ParseTuple(args, "y*w*w*I:collect", &total, &gaps, &planes, &width)) return NULL;
     const Kernel *kernel = kernel_of(width);
     if (kernel && check(total.len % width == 0, "not a whole number of words") &&
-        check((size_t)gaps.len >= gap_room((size_t)total.len / width) && planes.len >= total.len, "output buffers are too small")) {
+        check((size_t)gaps.len >= gap_room((size_t)total.len / width) && planes.len >= total.len,
+              "output buffers are too small")) {
         Counts done;
         Py_BEGIN_ALLOW_THREADS
         done = kernel->extract(NULL, total.buf, (size_t)total.len / width, gaps.buf, planes.buf, 0);
@@ -241,7 +243,8 @@ static PyObject *kernel_apply(PyObject *Py_UNUSED(module), PyObject *args)
         if (count >= 0) {
             int fits;
             Py_BEGIN_ALLOW_THREADS
-            fits = kernel->apply(target.buf, (size_t)target.len / width, gaps.buf, (size_t)gaps.len, planes, (size_t)count, floating);
+            fits = kernel->apply(target.buf, (size_t)target.len / width, gaps.buf, (size_t)gaps.len, planes, (size_t)count,
+                                 floating);
             Py_END_ALLOW_THREADS
             result = PyBool_FromLong(fits);
             release_planes(width, views);
@@ -327,7 +330,8 @@ static PyObject *kernel_pack(PyObject *Py_UNUSED(module), PyObject *args)
     if (kernel) {
         Py_ssize_t count = borrow_planes(tuple, width, views, planes);
         if (count >= 0) {
-            if (check(codes.len >= count / 4 + (count % 4 != 0) && longs.len / width >= count, "output buffers are too small")) {
+            if (check(codes.len >= count / 4 + (count % 4 != 0) && longs.len / width >= count,
+                      "output buffers are too small")) {
                 size_t escaped;
                 Py_BEGIN_ALLOW_THREADS
                 escaped = kernel->pack(planes, (size_t)count, codes.buf, longs.buf);
@@ -512,7 +516,8 @@ INLINE size_t N(changed_positions)(const uint8_t *old, const uint8_t *new, size_
 /* With a baseline: the steps from it to `live`, which it takes over. Without: the nonzero integers of `live`.
  * Another thread may write to `live` meanwhile. So each tile of it is copied once, the compiler may not look there
  * again, and everything else comes from the copy. */
-INLINE Counts N(extract_steps)(uint8_t *baseline, const uint8_t *live, size_t length, uint8_t *gaps, uint8_t *planes, int floating)
+INLINE Counts N(extract_steps)(uint8_t *baseline, const uint8_t *live, size_t length, uint8_t *gaps, uint8_t *planes,
+                               int floating)
 {
     uint8_t tile[TILE_BYTES];
     uint16_t positions[TILE_WORDS + SLACK];
@@ -544,7 +549,8 @@ INLINE Counts N(extract_steps)(uint8_t *baseline, const uint8_t *live, size_t le
     return done;
 }
 
-CLONES static Counts N(extract)(uint8_t *baseline, const uint8_t *live, size_t length, uint8_t *gaps, uint8_t *planes, int floating)
+CLONES static Counts N(extract)(uint8_t *baseline, const uint8_t *live, size_t length, uint8_t *gaps, uint8_t *planes,
+                                int floating)
 {
     if (!baseline) return N(extract_steps)(NULL, live, length, gaps, planes, 0);
     if (floating) return N(extract_steps)(baseline, live, length, gaps, planes, 1);
@@ -629,7 +635,7 @@ CLONES static void N(merge)(const uint8_t *const *planes, uint8_t *words, size_t
 }
 
 /* zigzag(step) - 1 of 0, 1 or 2 is a two-bit code, four to a byte, first change lowest; code 3 sends all bytes of the
- * change to the long planes. `longs` has `count` bytes of room per plane; the byte behind the last long one is written too. */
+ * change to the long planes. `longs` has `count` bytes of room per plane. */
 static size_t N(pack)(const uint8_t *const *planes, size_t count, uint8_t *codes, uint8_t *longs)
 {
     size_t escaped = 0;

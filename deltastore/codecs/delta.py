@@ -5,9 +5,10 @@
 
 Numbers and streams are framed as in `streams`, gaps and codes made as in `kernel`.
 
-Which one: sparse below a density of 0.5, dense from 0.6 on, between the two whichever is smaller. Measured on chunks of 2^20 words,
-real MiniLM weights with Laplacian updates, bytes of sparse / dense: bf16 at density 0.02 0.52, at 0.23 0.70, at 0.45 0.93, at
-0.61 1.02, at 0.75 1.08; fp32 at 0.25 0.80, at 0.50 0.98, at 0.56 0.99, at 0.82 1.09. Dense decodes three times faster there.
+Which one: sparse below a density of 0.5, dense from 0.6 on, between the two whichever is smaller. Measured on chunks of 2^20
+words, real MiniLM weights with Laplacian updates, bytes of sparse / dense: bf16 at density 0.02 0.52, at 0.23 0.70, at 0.45
+0.93, at 0.61 1.02, at 0.75 1.08; fp32 at 0.25 0.80, at 0.50 0.98, at 0.56 0.99, at 0.82 1.09. From 0.5 on the dense form also
+decodes three times faster.
 
 The two-bit codes: on a step of MiniLM bf16 at 1 % density, the bytes of all zigzag steps as one plane cost 1.20 bytes per change
 with the gaps, codes and long planes 1.15, because 90 % of the steps are +1 or -1, too few kinds for Huffman codes, while
@@ -64,7 +65,8 @@ def delta_summary(codec: str, payload: Payload) -> tuple[Word, int]:
 def apply_delta(codec: str, payload: Payload, target: ByteArray) -> None:
     """Takes `target`, 1-d uint8 with the bytes of the base, to the version of the delta, in place.
 
-    FormatError for a damaged payload or one of another chunk, UnsupportedFormatError for an unknown codec; the target is then untouched.
+    FormatError for a damaged payload or one of another chunk, UnsupportedFormatError for an unknown codec; the target is then
+    untouched.
     """
     reader = _reader(codec, payload)
     word = reader.word()
@@ -82,7 +84,9 @@ def accumulate_delta(codec: str, payload: Payload, total: ByteArray, word: Word)
 
 def _reader(codec: str, payload: Payload) -> PayloadReader:
     if not is_delta(codec):
-        raise UnsupportedFormatError(f"codec {codec!r} of a delta is unknown here, expected {SPARSE} or {DENSE}: upgrade deltastore")
+        raise UnsupportedFormatError(
+            f"codec {codec!r} of a delta is unknown here, expected {SPARSE} or {DENSE}: upgrade deltastore"
+        )
     return PayloadReader(payload, codec)
 
 

@@ -37,7 +37,9 @@ def decode_full(codec: str, payload: Payload, out: ByteArray) -> None:
         out[:] = np.frombuffer(payload, np.uint8)
         return
     if codec != PLANES:
-        raise UnsupportedFormatError(f"codec {codec!r} of a full chunk is unknown here, expected {RAW} or {PLANES}: upgrade deltastore")
+        raise UnsupportedFormatError(
+            f"codec {codec!r} of a full chunk is unknown here, expected {RAW} or {PLANES}: upgrade deltastore"
+        )
     reader = PayloadReader(payload, PLANES)
     word = reader.word()
     if out.size % word.width:

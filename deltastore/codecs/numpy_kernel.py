@@ -14,7 +14,7 @@ import numpy.typing as npt
 from deltastore.codecs.word import ByteArray, unsigned
 
 PLAIN, ROTATE, ZIGZAG = 0, 1, 2
-Words = npt.NDArray[Any]  # unsigned, of the width of the word
+Words = npt.NDArray[np.unsignedinteger[Any]]  # of the width of the word
 
 
 def _rank(words: Words, floating: bool) -> Words:
@@ -45,17 +45,21 @@ def _rotated(words: Words) -> Words:
     """The sign moved below the eight bits after it (a byte: below the other seven)."""
     kind, bits = words.dtype.type, 8 * words.itemsize
     if bits == 8:
-        return (words << kind(1)) | (words >> kind(7))
+        turned: Words = (words << kind(1)) | (words >> kind(7))
+        return turned
     top, sign, low = kind(255 << (bits - 8)), kind(1 << (bits - 9)), kind((1 << (bits - 9)) - 1)
-    return ((words << kind(1)) & top) | ((words >> kind(8)) & sign) | (words & low)
+    rotated: Words = ((words << kind(1)) & top) | ((words >> kind(8)) & sign) | (words & low)
+    return rotated
 
 
 def _unrotated(words: Words) -> Words:
     kind, bits = words.dtype.type, 8 * words.itemsize
     if bits == 8:
-        return (words >> kind(1)) | (words << kind(7))
+        turned: Words = (words >> kind(1)) | (words << kind(7))
+        return turned
     top, sign, low = kind(255 << (bits - 8)), kind(1 << (bits - 9)), kind((1 << (bits - 9)) - 1)
-    return ((words & top) >> kind(1)) | ((words & sign) << kind(8)) | (words & low)
+    restored: Words = ((words & top) >> kind(1)) | ((words & sign) << kind(8)) | (words & low)
+    return restored
 
 
 def _join(planes: tuple[ByteArray, ...], width: int) -> Words:
@@ -65,7 +69,9 @@ def _join(planes: tuple[ByteArray, ...], width: int) -> Words:
     return words.reshape(-1).view(unsigned(width))
 
 
-def _write_steps(positions: npt.NDArray[np.intp], steps: Words, length: int, gaps: ByteArray, planes: ByteArray) -> tuple[int, int]:
+def _write_steps(
+    positions: npt.NDArray[np.intp], steps: Words, length: int, gaps: ByteArray, planes: ByteArray
+) -> tuple[int, int]:
     skipped = np.diff(positions, prepend=-1) - 1
     escapes = skipped // 255
     ends = np.cumsum(escapes + 1)
@@ -83,7 +89,9 @@ def _split_into(words: Words, planes: ByteArray, stride: int) -> None:
         planes[index * stride : index * stride + words.size] = columns[:, index]
 
 
-def extract(baseline: ByteArray, live: ByteArray, gaps: ByteArray, planes: ByteArray, width: int, floating: bool) -> tuple[int, int]:
+def extract(
+    baseline: ByteArray, live: ByteArray, gaps: ByteArray, planes: ByteArray, width: int, floating: bool
+) -> tuple[int, int]:
     """Steps from `baseline` to `live`; `baseline` becomes a copy of `live`. Gives (gap bytes, changes)."""
     private = live.copy()  # another thread may write to `live`: this is the only look at it
     old, new = baseline.view(unsigned(width)), private.view(unsigned(width))
@@ -146,8 +154,8 @@ def pack(planes: tuple[ByteArray, ...], codes: ByteArray, longs: ByteArray, widt
     """Two-bit codes of the steps, and all bytes of those that have none. Gives the number of these."""
     count = planes[0].size
     short = planes[0] < 3
-    for plane in planes[1:]:
-        short &= plane == 0
+    for index in range(1, width):
+        short &= planes[index] == 0
     quads = np.zeros((count + 3) // 4 * 4, np.uint8)
     quads[:count] = np.where(short, planes[0], 3)
     quads = quads.reshape(-1, 4) << np.array([0, 2, 4, 6], np.uint8)

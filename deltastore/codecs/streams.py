@@ -52,9 +52,7 @@ class _Coders(threading.local):
             write_dict_id=0,
         )
         self.compressor = zstandard.ZstdCompressor(compression_params=parameters)
-        self.decompressor = zstandard.ZstdDecompressor(
-            format=zstandard.FORMAT_ZSTD1_MAGICLESS, max_window_size=MAX_WINDOW_BYTES
-        )
+        self.decompressor = zstandard.ZstdDecompressor(format=zstandard.FORMAT_ZSTD1_MAGICLESS, max_window_size=MAX_WINDOW_BYTES)
 
 
 _coders = _Coders()
@@ -84,7 +82,7 @@ def _store(raw: ByteArray) -> tuple[int, bytes]:
     if not raw.size or not raw.max():  # quicker than any(), which converts to bool
         return ZERO, b""
     if raw.size >= MIN_ZSTD_BYTES and _worth_compressing(raw):
-        frame: bytes = _coders.compressor.compress(raw)
+        frame: bytes = _coders.compressor.compress(raw.data)
         if len(frame) < raw.size:
             return ZSTD, frame
     return RAW, raw.tobytes()
@@ -102,13 +100,16 @@ class PayloadReader:
     """Reads a payload from front to back; everything that does not add up is a FormatError naming `what`."""
 
     def __init__(self, payload: Payload, what: str) -> None:
-        self._bytes = memoryview(payload).cast("B") if len(payload) else memoryview(b"")
+        view = payload.data if isinstance(payload, np.ndarray) else memoryview(payload)
+        self._bytes = view.cast("B") if len(payload) else memoryview(b"")
         self._at = 0
         self._what = what
 
     def damaged(self, problem: str) -> FormatError:
         """The error for a problem in this payload."""
-        return FormatError(f"{self._what} payload of {len(self._bytes)} bytes: {problem}; the pack is damaged, run `deltastore verify`")
+        return FormatError(
+            f"{self._what} payload of {len(self._bytes)} bytes: {problem}; the pack is damaged, run `deltastore verify`"
+        )
 
     def word(self) -> Word:
         """The word of the first byte."""

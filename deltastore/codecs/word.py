@@ -43,7 +43,9 @@ class Word:
     def from_code(code: int) -> Word:
         """The word of a code byte. FormatError when there is none."""
         if not 0 <= code < 8:
-            raise FormatError(f"payload begins with word code {code}, expected 0 to 7: its bytes are damaged")
+            raise FormatError(
+                f"payload begins with word code {code}, expected 0 to 7: its bytes are damaged, run `deltastore verify`"
+            )
         return Word(1 << (code & 3), code >= 4)
 
 

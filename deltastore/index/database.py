@@ -37,6 +37,9 @@ _inherited: list[Pool] = []  # connections of the parent process: kept, so that 
 class Database:
     """A pool of connections to one SQLite file. Thread-safe; usable on both sides of a fork.
 
+    A child that is forked in the middle of another thread's transaction inherits SQLite's note of that thread's locks: it
+    should not write.
+
     Every method raises our own errors: StorageError (kind "locked" is retryable), StoreFullError, IntegrityError,
     ReadOnlyError.
     """

@@ -41,7 +41,14 @@ def special_words(word: Word) -> np.ndarray:
     values = {0, 1, 2, sign, sign + 1, sign - 1, full, full - 1}
     for mantissa in {1: (2, 3), 2: (7, 10), 4: (23,), 8: (52,)}[word.width]:
         infinity = (sign - 1) >> mantissa << mantissa
-        for magnitude in (infinity, infinity + 1, infinity | 1 << (mantissa - 1), infinity - 1, 1 << mantissa, (1 << mantissa) - 1):
+        for magnitude in (
+            infinity,
+            infinity + 1,
+            infinity | 1 << (mantissa - 1),
+            infinity - 1,
+            1 << mantissa,
+            (1 << mantissa) - 1,
+        ):
             values |= {magnitude, magnitude | sign}
     return np.array(sorted(values), f"<u{word.width}")
 

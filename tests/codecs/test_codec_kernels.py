@@ -118,7 +118,12 @@ def test_rotate_gives_bf16_and_fp32_exponents_a_plane_of_their_own() -> None:
             assert kernel.split(halves.view(np.uint8), Word(2, True), "rotate")[1].tolist() == exponents.tolist()
 
 
-@given(st.sampled_from(WORDS), st.integers(0, 600), st.lists(st.sampled_from([0.001, 0.05, 0.9]), min_size=1, max_size=6), st.integers(0, 2**32))
+@given(
+    st.sampled_from(WORDS),
+    st.integers(0, 600),
+    st.lists(st.sampled_from([0.001, 0.05, 0.9]), min_size=1, max_size=6),
+    st.integers(0, 2**32),
+)
 @settings(max_examples=60, deadline=None)
 def test_steps_of_successive_versions_add_up(word: Word, length: int, densities: list[float], seed: int) -> None:
     rng = np.random.default_rng(seed)

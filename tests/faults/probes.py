@@ -1,0 +1,383 @@
+"""Functions that tests run in forks of `child.py`: victims of faults, and the checks of what these leave behind.
+
+Arguments and results are JSON values.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from faulty import Faults
+from store_checks import assert_all_exact, assert_exact, assert_log_dense
+from tiny_model import state_at
+
+import deltastore.commit
+import deltastore.reflog
+from deltastore import DeltaStore
+from deltastore.chunk_writer import ChunkWriter
+from deltastore.errors import AlreadyExistsError, RefConflictError, StoreNotFoundError
+from deltastore.options import LADDER_BASE
+
+SNAPSHOT_INTERVAL = 4  # log entries between two ref snapshots, in the scenario that makes one
+SMALL_PACK_BYTES = 64  # packs that are sent while later chunks are still encoded
+
+
+def warm_up() -> None:
+    """Do everything once, so that no fork has to import or compile it."""
+    with tempfile.TemporaryDirectory() as folder:
+        prepare(folder, LADDER_BASE + 2)
+        with DeltaStore(folder) as store:
+            assert_all_exact(store)
+
+
+def prepare(folder: str, commits: int) -> None:
+    """A store with this many commits on `main`, and branches at the first one if there is one."""
+    with DeltaStore.create(folder) as store:
+        for step in range(commits):
+            store.commit(state_at(step), f"step {step}", metadata={"step": step})
+        if commits:
+            store.create_branch("spare", revision=f"main~{commits - 1}")
+
+
+# -- scenarios --------------------------------------------------------------------------------------------------------
+
+
+def _head(store: DeltaStore, branch: str = "main") -> int:
+    """The step of a branch, -1 when there is none."""
+    if all(ref.name != branch for ref in store.list_refs()):
+        return -1
+    return int(store.get_commit(branch).metadata["step"])
+
+
+def _commit_next(store: DeltaStore, branch: str = "main") -> int:
+    step = _head(store, branch) + 1
+    store.commit(state_at(step), f"step {step}", branch=branch, metadata={"step": step})
+    return step
+
+
+def _commit(folder: str) -> None:
+    with DeltaStore(folder) as store:
+        _commit_next(store)
+
+
+def _commit_in_small_packs(folder: str) -> None:
+    deltastore.commit.ChunkWriter = functools.partial(ChunkWriter, pack_bytes=SMALL_PACK_BYTES)  # type: ignore[misc,assignment]
+    _commit(folder)
+
+
+def _commit_and_snapshot(folder: str) -> None:
+    deltastore.reflog.SNAPSHOT_INTERVAL = SNAPSHOT_INTERVAL
+    _commit(folder)
+
+
+def _create(folder: str) -> None:
+    DeltaStore.create(folder).close()
+
+
+def _create_branch(folder: str) -> None:
+    with DeltaStore(folder) as store:
+        store.create_branch("new", revision="main~1")
+
+
+def _reset_branch(folder: str) -> None:
+    with DeltaStore(folder) as store:
+        store.reset_branch("spare", revision="main")
+
+
+def _delete_branch(folder: str) -> None:
+    with DeltaStore(folder) as store:
+        store.delete_branch("spare")
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """Something that is done to a store of so many commits; `commits` None: there is no store yet."""
+
+    run: Callable[[str], None]
+    commits: int | None
+
+
+SCENARIOS = {
+    "commit": Scenario(_commit, 3),
+    "first commit": Scenario(_commit, 0),
+    "ladder commit": Scenario(_commit, LADDER_BASE),
+    "commit in many packs": Scenario(_commit_in_small_packs, 0),
+    "commit with a ref snapshot": Scenario(_commit_and_snapshot, SNAPSHOT_INTERVAL - 2),
+    "create": Scenario(_create, None),
+    "create a branch": Scenario(_create_branch, 3),
+    "reset a branch": Scenario(_reset_branch, 3),
+    "delete a branch": Scenario(_delete_branch, 3),
+}
+
+
+def _state_of(folder: str) -> list[str]:
+    """The refs of a store and the commits they name; every version is exact. An empty place has none."""
+    try:
+        store = DeltaStore(folder)
+    except StoreNotFoundError:
+        return []
+    with store:
+        for ref in store.list_refs():
+            assert_exact(store, ref.name)
+        return ["store", *(f"{ref.name} {ref.commit_id} {_head(store, ref.name)}" for ref in store.list_refs())]
+
+
+def _assert_usable(folder: str) -> None:
+    """The next commit works, fills every hole of the log, and all that is reachable is whole."""
+    with DeltaStore.create(folder, exist_ok=True) as store:
+        step = _commit_next(store)
+        assert assert_exact(store, "main") == step
+        assert_all_exact(store)
+        history = [commit.metadata["step"] for commit in store.list_commits("main")]
+        assert history == list(range(step, -1, -1)), f"a commit was lost or doubled: {history}"
+    assert_log_dense(Path(folder))
+
+
+# -- kills ------------------------------------------------------------------------------------------------------------
+
+
+def _fork(function: Callable[[], None]) -> int:
+    """Run a function in a child; returns its pid. Exit status 0: it returned, 1: it raised."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            function()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+        finally:
+            os._exit(status)
+    return pid
+
+
+def _was_killed(pid: int) -> bool:
+    """Wait for a child that returned or was killed; anything else is an error."""
+    _, status = os.waitpid(pid, 0)
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
+        return True
+    assert os.WIFEXITED(status), f"the child died of signal {os.WTERMSIG(status)}"
+    assert os.WEXITSTATUS(status) == 0, "the child raised; see its traceback on standard error"
+    return False
+
+
+def list_operations(scenario: str, template: str) -> list[str]:
+    """Labels of the bucket and SQL operations of a scenario, in order."""
+    faults = Faults()
+    with tempfile.TemporaryDirectory(dir=Path(template).parent) as work:
+        folder = _copy(template, work)
+        with faults.installed():
+            SCENARIOS[scenario].run(folder)
+    return faults.labels
+
+
+def kill_at_operation(scenario: str, template: str, number: int, after: bool) -> dict[str, Any]:
+    """Kill a scenario before or after its n-th bucket or SQL operation, and check what is left."""
+
+    def victim(folder: str) -> None:
+        with Faults("kill", number, after=after).installed():
+            SCENARIOS[scenario].run(folder)
+
+    return _kill(template, victim)
+
+
+def kill_at_call(scenario: str, template: str, number: int, torn: bool) -> dict[str, Any]:
+    """Kill a scenario at its n-th system call that changes a file (needs the shim), and check what is left.
+
+    A call that is `torn` writes half of its bytes first.
+    """
+
+    def victim(folder: str) -> None:
+        arm_shim(folder, number, "torn" if torn else "kill")
+        SCENARIOS[scenario].run(folder)
+
+    return _kill(template, victim)
+
+
+def arm_shim(folder: str, number: int, mode: str) -> None:
+    """See `kill_shim.c`."""
+    modes = {"count": 0, "kill": 1, "torn": 2, "full": 3, "broken": 4}
+    ctypes.CDLL(None).kill_shim_arm(os.fsencode(os.path.realpath(folder)), ctypes.c_long(number), modes[mode])
+
+
+def count_calls(scenario: str, template: str) -> int:
+    """How many system calls of a scenario change files below its store."""
+    with tempfile.TemporaryDirectory(dir=Path(template).parent) as work:
+        folder = _copy(template, work)
+        arm_shim(folder, 0, "count")
+        SCENARIOS[scenario].run(folder)
+        count: int = ctypes.CDLL(None).kill_shim_count()
+        return count
+
+
+def _kill(template: str, victim: Callable[[str], None]) -> dict[str, Any]:
+    """Returns whether the victim was killed, and whether what it did is seen in the store."""
+    with tempfile.TemporaryDirectory(dir=Path(template).parent) as work:
+        folder = _copy(template, work)
+        before = _state_of(folder) if Path(template).exists() else []
+        killed = _was_killed(_fork(lambda: victim(folder)))
+        after = _state_of(folder)
+        _assert_usable(folder)
+    return {"killed": killed, "landed": after != before, "after": after}
+
+
+def _copy(template: str, work: str) -> str:
+    folder = str(Path(work) / "store")
+    if Path(template).exists():
+        shutil.copytree(template, folder)
+    return folder
+
+
+def random_kills(folder: str, kills: int, seed: int) -> dict[str, int]:
+    """Kill a process that commits in a loop, again and again, each time at a random moment."""
+    chance = random.Random(seed)
+    journal = Path(f"{folder}.journal")
+    DeltaStore.create(folder).close()
+    promised = 0
+    for round_ in range(kills):
+        journal.write_text("")
+        pid = _fork(lambda: _commit_for_ever(folder, journal))
+        time.sleep(chance.uniform(0, 0.12))
+        os.kill(pid, signal.SIGKILL)
+        assert _was_killed(pid)
+        returned = [int(line) for line in journal.read_text().split("\n")[:-1]]
+        with DeltaStore(folder) as store:
+            step = _head(store)
+            if step >= 0:
+                assert assert_exact(store, "main") == step
+            if returned:
+                promised += len(returned)
+                assert step - returned[-1] in (0, 1), f"commit() returned step {returned[-1]}, the head is step {step}"
+            _commit_next(store)
+            if round_ % 25 == 24:
+                assert_all_exact(store)
+        if round_ % 25 == 24:
+            assert_log_dense(Path(folder))
+    with DeltaStore(folder) as store:
+        steps = [commit.metadata["step"] for commit in store.list_commits("main")]
+    assert steps == list(range(len(steps) - 1, -1, -1))
+    return {"commits": len(steps), "promised": promised}
+
+
+def _commit_for_ever(folder: str, journal: Path) -> None:
+    with DeltaStore(folder) as store, journal.open("a") as lines:
+        while True:
+            step = _commit_next(store)
+            lines.write(f"{step}\n")
+            lines.flush()
+
+
+# -- several writers --------------------------------------------------------------------------------------------------
+
+
+def _wait_until(moment: float) -> None:
+    """Processes that are told the same moment (seconds since the epoch) begin together."""
+    time.sleep(max(0.0, moment - time.time()))
+
+
+def write_many(folder: str, branch: str, first_step: int, commits: int, start: float) -> dict[str, list[str]]:
+    """Commit many times to a branch; returns ids and warnings."""
+    with DeltaStore(folder) as store, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _wait_until(start)
+        ids = []
+        for step in range(first_step, first_step + commits):
+            ids.append(store.commit(state_at(step), branch=branch, metadata={"step": step}).id)
+    return {"ids": ids, "warnings": [str(each.message) for each in caught]}
+
+
+def commit_expecting(folder: str, head: str, step: int, start: float) -> dict[str, Any]:
+    """Commit on top of one head only."""
+    with DeltaStore(folder) as store:
+        _wait_until(start)
+        try:
+            return {"won": store.commit(state_at(step), metadata={"step": step}, expected_head=head).id}
+        except RefConflictError as error:
+            return {"name": error.name, "expected": error.expected, "actual": error.actual}
+
+
+def reset_main(folder: str, revision: str) -> None:
+    """Move `main` from another process."""
+    with DeltaStore(folder) as store:
+        store.reset_branch("main", revision=revision)
+
+
+def create_together(folder: str, number: int, exist_ok: bool, start: float) -> str:
+    """Create or open the store and commit to a branch of one's own; returns the store's identity, "" when refused."""
+    _wait_until(start)
+    try:
+        store = DeltaStore.create(folder, exist_ok=exist_ok)
+    except AlreadyExistsError:
+        return ""
+    with store:
+        store.commit(state_at(number), branch=f"writer-{number}", metadata={"step": number})
+        return store._index.meta().store_uuid
+
+
+# -- forks ------------------------------------------------------------------------------------------------------------
+
+
+def fork_with_open_store(folder: str, child: str) -> None:
+    """A parent with an open store forks; whatever the child does, both go on."""
+    store = DeltaStore.create(folder)
+    for _ in range(3):
+        _commit_next(store)
+    for _ in range(3):
+        pid = os.fork()
+        if pid == 0:
+            _in_fork(store, child)
+        step = _commit_next(store)  # while the child is at work
+        assert not _was_killed(pid)
+        assert assert_exact(store, f"main@{{step={step}}}") == step
+    _commit_next(store)
+    assert_all_exact(store)
+    store.close()
+    with DeltaStore(folder) as again:
+        assert_all_exact(again)
+        _commit_next(again)
+    assert_log_dense(Path(folder))
+
+
+def _in_fork(store: DeltaStore, child: str) -> None:
+    """What a forked child does with its parent's store."""
+    if child == "os._exit":
+        os._exit(0)
+    if child == "sys.exit":
+        sys.exit(0)
+    if child == "close":
+        store.close()
+        sys.exit(0)
+    status = 1
+    try:
+        if child == "read":
+            assert_exact(store, "main")
+        elif child == "commit to a branch":
+            _commit_next(store, f"child-{os.getpid()}")
+            _commit_next(store, f"child-{os.getpid()}")
+        elif child == "open anew":
+            with DeltaStore(store.address) as own:
+                _commit_next(own, f"child-{os.getpid()}")
+        else:
+            raise AssertionError(f"unknown: {child}")
+        assert_all_exact(store)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+    finally:
+        os._exit(status)
