@@ -32,10 +32,10 @@ from deltastore.chunk_reader import ChunkReader
 from deltastore.chunk_writer import ChunkWriter, WrittenPack
 from deltastore.encoder import Depths
 from deltastore.errors import IntegrityError, InvalidInputError, RefConflictError, StorageError, StoreFencedError
-from deltastore.formats import CommitDocument, Identity, Publish, to_bytes
+from deltastore.formats import CommitDocument, Identity, Publish, RefEntry, to_bytes
 from deltastore.history import Commit, History, Version, check_ref_name, shorten
 from deltastore.index.index import Index
-from deltastore.index.records import Publication, Published
+from deltastore.index.records import Publication, Published, RefMovement
 from deltastore.manifests import PackRef
 from deltastore.options import MAX_FILE_BYTES, SESSION_SECONDS
 from deltastore.placement import NewObject, Placed, place
@@ -57,6 +57,7 @@ class CommitRequest:
     files: Mapping[str, bytes] = field(default_factory=dict)
     author: str = ""
     expected_head: str | None = None  # None: whatever the head is, rebase when it moves
+    tag: str | None = None  # made at the new commit, in the same transaction
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +247,7 @@ class Committer:
             ref=request.branch,
             expected_head=document.publish.expected,
             body=body,
+            tag=None if request.tag is None else _tag_movement(request, document),
             mirrored=self._log.pending_marks(),
         )
 
@@ -294,9 +296,26 @@ class Committer:
         return Commit.from_identity(published.commit_id, document.identity)
 
 
+def _tag_movement(request: CommitRequest, document: CommitDocument) -> RefMovement:
+    assert request.tag is not None
+    commit_id, identity = document.commit_id(), document.identity
+    entry = RefEntry(
+        action="create",
+        ref_kind="tag",
+        name=request.tag,
+        old=None,
+        new=commit_id,
+        author=identity["author"],
+        time=identity["time"],
+    )
+    return RefMovement(request.tag, "tag", "create", None, commit_id, to_bytes(entry))
+
+
 def _checked_request(request: CommitRequest) -> dict[str, Any]:
     """Refuse what can't be committed before anything is read; returns the packed metadata."""
     check_ref_name(request.branch)
+    if request.tag == request.branch:
+        raise InvalidInputError(f"branch and tag can't both be called {request.tag!r}")
     for what, text in (("message", request.message), ("author", request.author)):
         if not isinstance(text, str):
             raise InvalidInputError(f"{what} must be a string, not {type(text).__name__}")

@@ -12,9 +12,9 @@ from typing import Literal
 import numpy as np
 
 from deltastore.chunk_reader import ChunkReader, ReadJob
-from deltastore.history import Commit, TensorInfo, Version
+from deltastore.history import Commit, TensorInfo, Version, match_leaves
 from deltastore.manifests import ChunkRow
-from deltastore.state import strip_wrapper_prefixes
+from deltastore.state import Path
 
 Status = Literal["added", "removed", "reshaped", "changed"]
 
@@ -68,32 +68,32 @@ class Diff:
 
 @dataclass(frozen=True, slots=True)
 class _Side:
+    path: Path
     name: str
     number: int
     info: TensorInfo
 
 
-def _by_name(version: Version) -> dict[str, _Side]:
-    sides = {}
-    for name, (_, number) in zip(version.names, version.leaves, strict=True):
-        sides[strip_wrapper_prefixes(name)] = _Side(name, number, version.tensors[number])
-    return sides
+def _sides(version: Version) -> list[_Side]:
+    leaves = zip(version.names, version.leaves, strict=True)
+    return [_Side(path, name, number, version.tensors[number]) for name, (path, number) in leaves]
 
 
 def run_diff(reader: ChunkReader, before: tuple[Commit, Version], after: tuple[Commit, Version]) -> Diff:
-    """Compare two versions. Tensors are matched by name, wrapper prefixes aside."""
-    old, new = _by_name(before[1]), _by_name(after[1])
-    elements = sum(side.info.elements for side in new.values())
+    """Compare two versions. Tensors are matched by path or name, wrapper prefixes aside."""
+    old, new = _sides(before[1]), _sides(after[1])
+    elements = sum(side.info.elements for side in new)
     tensors = tuple(_tensor_diffs(reader, before[1], after[1], old, new))
     return Diff(before[0], after[0], tensors, tuple(_file_diffs(before[1], after[1])), elements)
 
 
 def _tensor_diffs(
-    reader: ChunkReader, before: Version, after: Version, old: dict[str, _Side], new: dict[str, _Side]
+    reader: ChunkReader, before: Version, after: Version, old: list[_Side], new: list[_Side]
 ) -> Iterator[TensorDiff]:
-    for name, side in new.items():
+    pairs = match_leaves([(side.path, side.name) for side in new], [(side.path, side.name) for side in old])
+    for at, side in enumerate(new):
         spec = (side.info.dtype.name, side.info.shape)
-        was = old.get(name)
+        was = old[pairs[at]] if at in pairs else None
         if was is None:
             yield TensorDiff(side.name, "added", None, spec, side.info.elements, None, side.info.nbytes)
             continue
@@ -112,8 +112,9 @@ def _tensor_diffs(
             digests = {row.digest for row in rows_before}
             size = sum(side.info.chunk_length(i) for i, row in enumerate(rows_after) if row.digest not in digests)
             yield TensorDiff(side.name, "reshaped", known, spec, side.info.elements, None, size)
-    for name, side in old.items():
-        if name not in new:
+    matched = set(pairs.values())
+    for at, side in enumerate(old):
+        if at not in matched:
             spec = (side.info.dtype.name, side.info.shape)
             yield TensorDiff(side.name, "removed", spec, None, side.info.elements, None, side.info.nbytes)
 

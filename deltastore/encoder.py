@@ -128,6 +128,10 @@ class ChunkEncoder:
         self._height = height
         self._local = threading.local()
 
+    def encode_all(self, tasks: Sequence[ChunkTask]) -> list[ChunkOutcome]:
+        """Scan and encode some chunks, one after the other."""
+        return [self.encode(task) for task in tasks]
+
     def encode(self, task: ChunkTask) -> ChunkOutcome:
         """Scan one chunk and encode what must be stored for it."""
         scan = self._scan(task)

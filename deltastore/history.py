@@ -8,6 +8,7 @@ import math
 import re
 import threading
 from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -22,14 +23,15 @@ from deltastore.index.index import Index
 from deltastore.index.records import CommitRecord
 from deltastore.manifests import ChunkRow, Manifest
 from deltastore.options import CHUNK_ELEMENTS
-from deltastore.state import leaf_names, leaf_paths
+from deltastore.state import Path, leaf_names, leaf_paths, strip_wrapper_prefixes
 
 VERSIONS_CACHED = 4
 SHORT_ID = 8  # hex digits at least, for a commit id prefix
 
-_REVISION = re.compile(r"(?P<name>.+?)(?:@\{(?P<key>[^={}]+)=(?P<value>[^{}]*)\})?(?P<steps>(?:~\d*)*)", re.DOTALL)
+_REVISION = re.compile(r"(?P<name>.+?)(?:@\{(?P<key>[^={}]+)=(?P<value>[^{}]*)\})?(?P<steps>(?:~[0-9]{0,9})*)", re.DOTALL)
 _REF_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,254}")
 _HEX = re.compile(r"[0-9a-f]{8,64}")
+_ONLY_HEX = re.compile(r"[0-9A-Fa-f]{8,}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +124,10 @@ class Version:
         self.tensors = [TensorInfo(dtype_of(t.dtype), tuple(t.shape), t.shard, t.position) for t in structure.tensors]
         self.names: list[str] = leaf_names(structure.tree)
         self.leaves: list[tuple[tuple[Any, ...], int]] = leaf_paths(structure.tree)
+        last = max((number for _, number in self.leaves), default=-1)
+        if last >= len(self.tensors):
+            raise FormatError(f"the structure names tensor {last}, but lists {len(self.tensors)}; run `deltastore verify`")
+        self._labels: dict[int, str] = {}
 
     @property
     def height(self) -> int:
@@ -158,13 +164,49 @@ class Version:
 
     def label(self, tensor: int) -> str:
         """How messages call a stored tensor."""
-        for name, (_, index) in zip(self.names, self.leaves, strict=True):
-            if index == tensor:
-                return f"tensor {shorten(name)!r}"
-        for file in self.structure.files:
-            if file.tensor == tensor:
-                return f"file {shorten(file.name)!r}"
-        return f"stored tensor {tensor}"
+        if not self._labels:
+            labels = {file.tensor: f"file {shorten(file.name)!r}" for file in self.structure.files if file.tensor is not None}
+            for name, (_, number) in zip(self.names, self.leaves, strict=True):
+                labels.setdefault(number, f"tensor {shorten(name)!r}")
+            self._labels = labels
+        return self._labels.get(tensor, f"stored tensor {tensor}")
+
+
+def match_leaves(left: Sequence[tuple[Path, str]], right: Sequence[tuple[Path, str]]) -> dict[int, int]:
+    """Which leaves of two states, given as (path, name), are the same: positions in `left` to positions in `right`.
+
+    Leaves match by typed path, else by name, else by name without wrapper prefixes. A name that several leaves of one side
+    share matches nothing: a guess would put the values of one tensor into another.
+    """
+    pairs: dict[int, int] = {}
+    for key_of in (_typed_path, _name, _bare_name):
+        taken = set(pairs.values())
+        free = _unique((key_of(leaf), at) for at, leaf in enumerate(right) if at not in taken)
+        for key, at in _unique((key_of(leaf), at) for at, leaf in enumerate(left) if at not in pairs).items():
+            if key in free:
+                pairs[at] = free[key]
+    return pairs
+
+
+def _typed_path(leaf: tuple[Path, str]) -> Any:
+    return tuple((type(key), key) for key in leaf[0])
+
+
+def _name(leaf: tuple[Path, str]) -> str:
+    return leaf[1]
+
+
+def _bare_name(leaf: tuple[Path, str]) -> str:
+    return strip_wrapper_prefixes(leaf[1])
+
+
+def _unique(keyed: Iterable[tuple[Any, int]]) -> dict[Any, int]:
+    found: dict[Any, int] = {}
+    repeated = set()
+    for key, at in keyed:
+        if found.setdefault(key, at) != at:
+            repeated.add(key)
+    return {key: at for key, at in found.items() if key not in repeated}
 
 
 def shorten(name: str, limit: int = 120) -> str:
@@ -188,9 +230,9 @@ def read_object(bucket: Bucket, key: str, size: int | None = None) -> bytes:
 
 def check_ref_name(name: str) -> None:
     """Raises InvalidInputError unless `name` may be that of a branch or tag."""
-    if not _REF_NAME.fullmatch(name) or ".." in name or "@{" in name or _HEX.fullmatch(name):
+    if not isinstance(name, str) or not _REF_NAME.fullmatch(name) or ".." in name or _ONLY_HEX.fullmatch(name):
         raise InvalidInputError(
-            f"{shorten(name)!r} can't be the name of a branch or tag: it must match {_REF_NAME.pattern}, hold no '..', "
+            f"{shorten(str(name))!r} can't be the name of a branch or tag: it must match {_REF_NAME.pattern}, hold no '..', "
             "and not be 8 or more hex digits only"
         )
 

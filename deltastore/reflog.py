@@ -68,7 +68,7 @@ class RefLog:
         document = SnapshotDocument(
             epoch=state.epoch,
             seq=state.seq,
-            previous=layout.snapshot_key(state.epoch, before) if before else None,
+            previous=self._snapshot_key(before) if before else None,
             refs=tuple(SnapshotRef(name=ref.name, kind=ref.kind, commit=ref.commit_id) for ref in state.refs),
             commits=tuple(
                 SnapshotCommit(
@@ -87,3 +87,7 @@ class RefLog:
         )
         self._bucket.put([Upload(layout.snapshot_key(state.epoch, state.seq), [to_bytes(document)])])
         self._index.set_snapshot_seq(state.seq)
+
+    def _snapshot_key(self, seq: int) -> str:
+        """The key of an earlier snapshot, which may be of an earlier epoch."""
+        return layout.snapshot_key(self._index.oplog(seq - 1, limit=1)[0].epoch, seq)

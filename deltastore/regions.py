@@ -7,6 +7,7 @@ each with the place in the result that they fill.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -159,11 +160,14 @@ def _narrow_axis(axis: Axis, item: Any, dimension: int) -> Axis:
             )
         length = len(range(start, stop, step))
         return Axis(axis.start + start * axis.step, length, axis.step * step)
-    if isinstance(item, bool) or not hasattr(item, "__index__"):
+    try:
+        position = None if isinstance(item, bool) else operator.index(item)
+    except TypeError:
+        position = None
+    if position is None:
         raise InvalidInputError(
             f"dimension {dimension}: can't index with {type(item).__name__}; use integers, slices and '...', or load() first"
         )
-    position = item.__index__()
     if not -axis.length <= position < axis.length:
         raise InvalidInputError(
             f"index {position} is out of range for dimension {dimension} with {axis.length} entries"

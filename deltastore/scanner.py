@@ -30,6 +30,9 @@ from deltastore.options import CHUNK_ELEMENTS, INLINE_FILE_BYTES, INLINE_VALUES_
 from deltastore.state import FlatState, TensorSource
 
 
+BATCH_BYTES = 512 << 10  # small chunks are scanned together up to this size
+
+
 @dataclass(frozen=True, slots=True)
 class FilePath:
     """Stands for the path of a large file among the paths of tensors."""
@@ -56,6 +59,9 @@ class Content:
     values: Any
 
 
+_Window = deque[tuple[Future[ChunkOutcome], list[ChunkRow]]]  # chunks in work, in order, and where their rows go
+
+
 @dataclass(frozen=True, slots=True)
 class _Scanned:
     path: Any
@@ -77,6 +83,54 @@ class ByteSource:
     def read(self, start: int, stop: int) -> Array:
         """Elements [start, stop)."""
         return self._data[start:stop]
+
+
+class _Line:
+    """Tasks on their way through the threads: small ones in batches, a bounded number at a time, settled in order."""
+
+    def __init__(
+        self,
+        pool: ThreadPoolExecutor,
+        encoder: ChunkEncoder,
+        settle: Callable[[ChunkOutcome, list[ChunkRow]], None],
+    ) -> None:
+        self._pool = pool
+        self._encoder = encoder
+        self._settle = settle
+        self._batch: list[tuple[ChunkTask, list[ChunkRow]]] = []
+        self._batch_bytes = 0
+        self._running: deque[tuple[Future[list[ChunkOutcome]], list[list[ChunkRow]]]] = deque()
+
+    def add(self, task: ChunkTask, rows: list[ChunkRow]) -> None:
+        """Queue a task whose row goes to `rows`."""
+        self._batch.append((task, rows))
+        self._batch_bytes += task.length
+        if self._batch_bytes >= BATCH_BYTES:
+            self._submit()
+        if len(self._running) > 3 * worker_count():
+            self._settle_oldest()
+
+    def drain(self) -> None:
+        """Finish everything that was added."""
+        if self._batch:
+            self._submit()
+        while self._running:
+            self._settle_oldest()
+
+    def cancel(self) -> None:
+        """Drop what has not begun."""
+        for future, _ in self._running:
+            future.cancel()
+
+    def _submit(self) -> None:
+        tasks = [task for task, _ in self._batch]
+        self._running.append((self._pool.submit(self._encoder.encode_all, tasks), [rows for _, rows in self._batch]))
+        self._batch, self._batch_bytes = [], 0
+
+    def _settle_oldest(self) -> None:
+        future, targets = self._running.popleft()
+        for outcome, rows in zip(future.result(), targets, strict=True):
+            self._settle(outcome, rows)
 
 
 class Scanner:
@@ -111,7 +165,7 @@ class Scanner:
                     tree, values = state.tree, state.values
                     scanned = self._scan(pool, zip(_first_paths(state), state.tensors, strict=True))
                 else:
-                    scanned = self._scan(pool, (((name,), source) for name, source in state), one_at_a_time=True)
+                    scanned = self._scan(pool, map(_with_path, state), one_at_a_time=True)
                     tree = {"d": [[each.path[0], {"x": number}] for number, each in enumerate(scanned)]}
                     values = []
                 packed: Any = [canonical.pack(value) for value in values]
@@ -142,23 +196,19 @@ class Scanner:
         self, pool: ThreadPoolExecutor, named: Iterable[tuple[Any, TensorSource]], *, one_at_a_time: bool = False
     ) -> list[_Scanned]:
         results: list[_Scanned] = []
-        window: deque[tuple[Future[ChunkOutcome], list[ChunkRow]]] = deque()
-        limit = 3 * worker_count()
+        line = _Line(pool, self._encoder, self._settle)
         try:
             for path, source in named:
                 scanned = _Scanned(path, source.dtype, tuple(source.shape), [])
                 results.append(scanned)
                 for task in self._tasks(path, source):
-                    window.append((pool.submit(self._encoder.encode, task), scanned.rows))
-                    if len(window) >= limit:
-                        self._settle(*window.popleft())
-                while window and one_at_a_time:
-                    self._settle(*window.popleft())
-            while window:
-                self._settle(*window.popleft())
+                    line.add(task, scanned.rows)
+                if one_at_a_time:  # nothing may hold this tensor while the next one is made
+                    line.drain()
+                    source = task = None
+            line.drain()
         except BaseException:
-            for future, _ in window:
-                future.cancel()
+            line.cancel()
             raise
         return results
 
@@ -186,9 +236,8 @@ class Scanner:
         known = self._parent.tensors[before].nbytes
         return rows if known == nbytes else rows[: min(known, nbytes) // chunk_bytes]
 
-    def _settle(self, future: Future[ChunkOutcome], rows: list[ChunkRow]) -> None:
-        """Take the outcome of the oldest task: its entries into packs, its row into the version."""
-        outcome = future.result()
+    def _settle(self, outcome: ChunkOutcome, rows: list[ChunkRow]) -> None:
+        """Take the outcome of a task: its entries into packs, its row into the version."""
         row = outcome.row
         for entry in outcome.entries:
             added = (
@@ -210,6 +259,11 @@ class Scanner:
     def _find(self, digest: bytes) -> tuple[str, int] | None:
         found = self._index.dedup([digest]).get(digest)
         return None if found is None else (layout.pack_id(found[0]), found[1])
+
+
+def _with_path(named: tuple[str, TensorSource]) -> tuple[Any, TensorSource]:
+    """A stream gives names, the scanner wants paths. A function, because a generator would hold the tensor it gave last."""
+    return (named[0],), named[1]
 
 
 def _first_paths(state: FlatState) -> list[Any]:

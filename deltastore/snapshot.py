@@ -17,12 +17,12 @@ import numpy as np
 
 from deltastore import canonical, checkout, tensors
 from deltastore.chunk_reader import ChunkReader, ReadJob
-from deltastore.errors import IncompatibleStateError, IntegrityError, TensorNotFoundError
+from deltastore.errors import IncompatibleStateError, IntegrityError, InvalidInputError, TensorNotFoundError
 from deltastore.files import CheckpointWriter
-from deltastore.history import Commit, Version, shorten
+from deltastore.history import Commit, Version, match_leaves, shorten
 from deltastore.progress import progress_bar
 from deltastore.regions import Region
-from deltastore.state import TensorSink, strip_wrapper_prefixes, unflatten, unique_leaf_names
+from deltastore.state import TensorSink, path_name, unflatten, unique_leaf_names
 
 
 class LazyTensor:
@@ -81,6 +81,7 @@ class LazyTensor:
         Raises:
             IntegrityError: a chunk is damaged; names the tensor, the chunk and the object.
         """
+        _is_cpu(device)
         result = tensors.empty_tensor(self.dtype_name, self.shape)
         if self._region.elements:
             view = tensors.TorchSink(result, name=self.name).view(0, self._region.elements)
@@ -112,10 +113,10 @@ class Snapshot(Mapping[str, LazyTensor]):
     def __getitem__(self, name: str | tuple[Any, ...]) -> LazyTensor:
         """A tensor by its name, or by its path of typed keys given as a tuple."""
         if isinstance(name, tuple):
-            for path, number in self._version.leaves:
-                if path == name and all(type(a) is type(b) for a, b in zip(path, name, strict=True)):
-                    return self._lazy(".".join(map(str, name)), number)
-            raise TensorNotFoundError(f"commit {self.commit.short_id} has no tensor at path {name!r}")
+            number = self._number_at(name)
+            if number is None:
+                raise TensorNotFoundError(f"commit {self.commit.short_id} has no tensor at path {name!r}")
+            return self._lazy(path_name(name), number)
         if name in self._ambiguous:
             raise IncompatibleStateError(
                 f"two tensors are called {shorten(name)!r}; ask for one of them by its path, a tuple of keys"
@@ -125,6 +126,12 @@ class Snapshot(Mapping[str, LazyTensor]):
             hint = f"did you mean {', '.join(near)}?" if near else f"see `deltastore show {self.commit.short_id}`"
             raise TensorNotFoundError(f"commit {self.commit.short_id} has no tensor {shorten(str(name))!r}; {hint}")
         return self._lazy(name, self._numbers[name])
+
+    def _number_at(self, path: tuple[Any, ...]) -> int | None:
+        for found, number in self._version.leaves:
+            if found == path and all(type(a) is type(b) for a, b in zip(found, path, strict=True)):
+                return number
+        return None
 
     def _lazy(self, name: str, number: int) -> LazyTensor:
         return LazyTensor(self._version, self._reader, name, number, Region.whole(self._version.tensors[number].shape))
@@ -136,7 +143,9 @@ class Snapshot(Mapping[str, LazyTensor]):
         return len(self._numbers)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._numbers
+        if isinstance(name, tuple):
+            return self._number_at(name) is not None
+        return isinstance(name, str) and name in self._numbers
 
     def __repr__(self) -> str:
         return f"Snapshot({self.commit.short_id} {shorten(self.commit.message, 60)!r}, {len(self)} tensors)"
@@ -189,13 +198,14 @@ class Snapshot(Mapping[str, LazyTensor]):
     def _load_numbers(self, numbers: set[int], device: Any, dtype: Any) -> dict[int, Any]:
         loaded: dict[int, Any] = {}
         with progress_bar("load", sum(self._version.tensors[number].nbytes for number in numbers)) as done:
-            if str(device) == "cpu" and dtype is None:
+            if _is_cpu(device) and dtype is None:
                 checkout.run(self._reader, self._jobs_into_new(sorted(numbers), loaded), done)
                 return loaded
             for number in sorted(numbers):  # one tensor at a time in host memory
                 part: dict[int, Any] = {}
                 checkout.run(self._reader, self._jobs_into_new([number], part), done)
-                loaded[number] = _moved(part.pop(number), device, dtype)
+                tensor = part.pop(number)
+                loaded[number] = _moved(tensor, device, dtype if tensor.is_floating_point() else None)
         return loaded
 
     def _jobs_into_new(self, numbers: list[int], loaded: dict[int, Any]) -> Iterator[ReadJob]:
@@ -237,12 +247,14 @@ class Snapshot(Mapping[str, LazyTensor]):
             IntegrityError: a chunk is damaged: the target then holds a mixture, as the message says.
         """
         targets = tensors.target_tensors(target)
-        available = {strip_wrapper_prefixes(name): number for name, number in self._numbers.items()}
-        matched = [(each, number) for each in targets if (number := available.get(strip_wrapper_prefixes(each.name))) is not None]
+        version = self._version
+        leaves = [(path, name) for name, (path, _) in zip(version.names, version.leaves, strict=True)]
+        pairs = match_leaves([(each.path, each.name) for each in targets], leaves)
+        matched = [(each, version.leaves[pairs[at]][1]) for at, each in enumerate(targets) if at in pairs]
         filled = {each.tie for each, _ in matched}  # ties fill all their names, however they are declared
         missing = [each.name for each in targets if each.tie not in filled]
         used = {number for _, number in matched}
-        unexpected = [name for name, number in self._numbers.items() if number not in used]
+        unexpected = [name for name, (_, number) in zip(version.names, version.leaves, strict=True) if number not in used]
         if strict and (missing or unexpected):
             raise IncompatibleStateError(_mismatch(self.commit.short_id, missing, unexpected, list(self._numbers)))
         self._check_fit(matched)
@@ -260,9 +272,13 @@ class Snapshot(Mapping[str, LazyTensor]):
         return [each.name for each, _ in matched]
 
     def _check_fit(self, matched: list[tuple[tensors.Target, int]]) -> None:
-        """Raise unless all dtypes and shapes agree."""
+        """Raise unless all dtypes and shapes agree, and tensors that are one in the target are equal in the commit."""
         problems = []
+        first: dict[int, tuple[str, int]] = {}
         for each, number in matched:
+            name, chosen = first.setdefault(each.tie, (each.name, number))
+            if chosen != number and self._digests(chosen) != self._digests(number):
+                problems.append(f"{shorten(name)!r} and {shorten(each.name)!r} are one tensor, the commit has other values for each")
             info = self._version.tensors[number]
             found = (tensors.from_torch_dtype(each.tensor.dtype), tuple(each.tensor.shape))
             if found != (info.dtype.name, info.shape):
@@ -275,6 +291,9 @@ class Snapshot(Mapping[str, LazyTensor]):
                 f"{f' and {len(problems) - 5} more' if len(problems) > 5 else ''}. Nothing was written. "
                 "Make a target of these shapes and dtypes, or use load(dtype=…)."
             )
+
+    def _digests(self, number: int) -> list[bytes]:
+        return [row.digest for row in self._version.rows(number)]
 
     def save(self, directory: str | Path, *, max_shard_bytes: int = 5 << 30, overwrite: bool = False) -> list[Path]:
         """Write the tensors as plain safetensors files, with the committed files beside them.
@@ -317,11 +336,23 @@ class Snapshot(Mapping[str, LazyTensor]):
             yield from checkout.plan_tensor(self._version, number, target, f"tensor {shorten(name)!r}")
 
 
+def _is_cpu(device: Any) -> bool:
+    """Raises InvalidInputError, before anything is read, for a device that tensors with values can't go to."""
+    try:
+        kind = tensors.empty_tensor("uint8", (0,), device).device.type
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise InvalidInputError(f"device {device!r} can't be used: {str(error).splitlines()[0]}; give another one") from error
+    if kind == "meta":
+        raise InvalidInputError("tensors on the meta device hold no values; read dtype and shape of `snapshot[name]` instead")
+    return bool(kind == "cpu")
+
+
 def _moved(tensor: Any, device: Any, dtype: Any) -> Any:
     """On another device, in another dtype; the same tensor when neither is asked for."""
-    if dtype is not None and not (tensor.is_floating_point() or tensor.is_complex()):
-        dtype = None
-    return tensor.to(device=device, dtype=dtype)
+    try:
+        return tensor.to(device=device, dtype=dtype)
+    except (NotImplementedError, TypeError) as error:
+        raise InvalidInputError(f"torch can't convert {tensor.dtype} to {dtype!r}: {str(error).splitlines()[0]}") from error
 
 
 def _mismatch(commit: str, missing: list[str], unexpected: list[str], names: list[str]) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from deltastore.cli.history import commit_document
-from deltastore.cli.output import counted, first_line, human_bytes, print_error
+from deltastore.cli.output import counted, first_line, human_bytes
 from deltastore.cli.settings import Settings, global_options
 from deltastore.errors import AlreadyExistsError, DeltaStoreError, RefConflictError
 
@@ -18,9 +18,13 @@ if TYPE_CHECKING:
     from deltastore.history import Commit
     from deltastore.store import DeltaStore
 
-PARTIAL = 3
-
 _SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[KMGT]?)(?P<binary>I?)B?", re.IGNORECASE)
+
+
+class PartialError(DeltaStoreError):
+    """Some of it was done, and stays."""
+
+    exit_code = 3
 
 
 def _parse_size(context: click.Context, parameter: click.Parameter, text: str) -> int:
@@ -85,7 +89,7 @@ def commit_command(
     tag: str | None,
     author: str | None,
     expect_head: str | None,
-) -> int:
+) -> None:
     """Commit PATH: a .safetensors file, or a folder with one or with shards and their index.
 
     All other files of a folder are kept with it. Only what changed against the head of the branch is stored.
@@ -95,7 +99,7 @@ def commit_command(
         head = None if expect_head is None else store.get_commit(expect_head).id
         if settings.dry_run:
             _print_commit_plan(settings, store, path, branch, tag, head)
-            return 0
+            return
         commit = store.commit(path, message, branch=branch, metadata=metadata, author=author, expected_head=head)
         failure = _tag(store, tag, commit) if tag is not None else None
     output = settings.output()
@@ -106,9 +110,7 @@ def commit_command(
     else:
         output.line(f"{branch} {commit.short_id} {first_line(commit.message)}".rstrip())
     if failure is not None:
-        print_error(f"warning: commit {commit.short_id} is on {branch}, but tag {tag} was not made: {failure}")
-        return PARTIAL
-    return 0
+        raise PartialError(f"commit {commit.short_id} is on {branch}, but tag {tag} was not made: {failure}") from failure
 
 
 def _check_names(store: DeltaStore, branch: str, tag: str | None) -> None:

@@ -14,10 +14,13 @@ if TYPE_CHECKING:
     from deltastore.formats import StoreDocument
 
 
-@click.group("index")
+@click.group("index", invoke_without_command=True)
 @global_options(writes=True)
-def index_command() -> None:
+@click.pass_context
+def index_command(context: click.Context) -> None:
     """Look at the index of the store, and upgrade it."""
+    if context.invoked_subcommand is None:
+        _print_status(context.ensure_object(Settings))
 
 
 @index_command.command("status")
@@ -25,31 +28,7 @@ def index_command() -> None:
 @click.pass_obj
 def index_status(settings: Settings) -> None:
     """Show where the index is, its schema and its place in the log."""
-    output = settings.output()
-    path, store = _locate(settings)
-    from deltastore.index.database import SCHEMA
-
-    revision = _revision(path)
-    status: dict[str, Any] = {"path": str(path), "schema": revision, "expected_schema": SCHEMA, "store": store.uuid}
-    if revision == SCHEMA:
-        from deltastore.index.index import Index
-
-        with Index.open(path, read_only=True, store_uuid=store.uuid) as index:
-            meta = index.meta()
-        status |= {"epoch": meta.epoch, "seq": meta.seq}
-    else:
-        status |= {"epoch": None, "seq": None}
-    if output.as_json:
-        output.document(status)
-    elif output.quiet:
-        output.line(store.uuid)
-    else:
-        for name, value in status.items():
-            text = "" if value is None else str(value)
-            if output.terminal:
-                output.line(f"{name.replace('_', ' '):15}  {text}")
-            else:
-                output.fields(name, text)
+    _print_status(settings)
 
 
 @index_command.command("upgrade")
@@ -80,6 +59,34 @@ def index_upgrade(settings: Settings) -> None:
     else:
         verb = "would upgrade" if settings.dry_run else "upgraded"
         output.line(f"{verb} {path} from schema {revision} to {SCHEMA}" + (f"; the old one is {copy}" if copy else ""))
+
+
+def _print_status(settings: Settings) -> None:
+    output = settings.output()
+    path, store = _locate(settings)
+    from deltastore.index.database import SCHEMA
+
+    revision = _revision(path)
+    status: dict[str, Any] = {"path": str(path), "schema": revision, "expected_schema": SCHEMA, "store": store.uuid}
+    if revision == SCHEMA:
+        from deltastore.index.index import Index
+
+        with Index.open(path, read_only=True, store_uuid=store.uuid) as index:
+            meta = index.meta()
+        status |= {"epoch": meta.epoch, "seq": meta.seq}
+    else:
+        status |= {"epoch": None, "seq": None}
+    if output.as_json:
+        output.document(status)
+    elif output.quiet:
+        output.line(store.uuid)
+    else:
+        for name, value in status.items():
+            text = "" if value is None else str(value)
+            if output.terminal:
+                output.line(f"{name.replace('_', ' '):15}  {text}")
+            else:
+                output.fields(name, text)
 
 
 def _locate(settings: Settings) -> tuple[Path, StoreDocument]:

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import click
 
-from deltastore.cli.output import flush, print_error, print_error_document
+from deltastore.cli.output import flush, print_error, print_error_document, print_notice
 from deltastore.cli.settings import Settings, global_options
 from deltastore.errors import DeltaStoreError, StorageError
 
@@ -124,10 +124,7 @@ def _warnings_on_stderr(as_json: bool) -> Iterator[None]:
     with warnings.catch_warnings():
 
         def show(message: Warning | str, *_: Any, **__: Any) -> None:
-            if as_json:
-                print_error_document({"type": "warning", "message": str(message)})
-            else:
-                print_error(f"warning: {message}")
+            print_notice(as_json, "warning", str(message))
 
         warnings.showwarning = show
         if not sys.warnoptions:

@@ -127,6 +127,14 @@ def print_error(text: str) -> None:
         _write_stderr(escape(line))
 
 
+def print_notice(as_json: bool, kind: str, message: str) -> None:
+    """A plan or a warning on standard error."""
+    if as_json:
+        print_error_document({"type": kind, "message": message})
+    else:
+        print_error(message if kind == "plan" else f"{kind}: {message}")
+
+
 def print_error_document(value: Any) -> None:
     """One JSON value on one line of standard error."""
     _write_stderr(json_text(value))

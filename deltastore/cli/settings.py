@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from deltastore.cli.output import Output, print_error
+from deltastore.cli.output import Output, print_notice
 from deltastore.errors import InvalidInputError, StoreNotFoundError
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class Settings:
             InvalidInputError: there is nobody to ask, and no --yes.
             click.Abort: the answer is no.
         """
-        print_error(plan)
+        print_notice(self.json, "plan", plan)
         if self.yes:
             return
         if not sys.stdin.isatty():

@@ -10,6 +10,7 @@ its standard input does, hence with whoever started it.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import select
@@ -25,6 +26,8 @@ def main(path: str) -> None:
     import probes
 
     probes.warm_up()
+    gc.collect()
+    gc.freeze()  # a collection in a fork would copy all pages
     threads = len(list(Path("/proc/self/task").iterdir())) if sys.platform == "linux" else 1
     assert threads == 1, f"{threads} threads are alive, which a fork would lose"
     with socket.socket(socket.AF_UNIX) as server:

@@ -61,7 +61,6 @@ def in_children(count: int, work: Callable[[int], object]) -> None:
                 os.close(let_go)
                 os.read(gate, 1)
                 work(number)
-                sys.stdout.flush()
                 os._exit(0)
             except BaseException:
                 traceback.print_exc()
@@ -69,6 +68,11 @@ def in_children(count: int, work: Callable[[int], object]) -> None:
         children.append(child)
     os.close(let_go)
     assert [os.waitpid(child, 0)[1] for child in children] == [0] * count
+
+
+def say(line: object) -> None:
+    """Print in one system call, so that lines of several processes stay whole."""
+    os.write(1, f"{line}\n".encode())
 
 
 PREAMBLE = f"""
@@ -81,6 +85,7 @@ from deltastore.index.index import Index
 from deltastore.index.records import Publication, RefMovement
 {inspect.getsource(publication)}
 {inspect.getsource(in_children)}
+{inspect.getsource(say)}
 """
 
 

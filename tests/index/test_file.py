@@ -181,9 +181,9 @@ folder = Path(tempfile.mkdtemp())
 path = folder / "index.sqlite"
 def attempt(name, action):
     try:
-        print(name, action())
+        say(f"{name} {action()}")
     except DeltaStoreError as error:
-        print(name, type(error).__name__)
+        say(f"{name} {type(error).__name__}")
 def reader():
     with Index.open(path, read_only=True) as index:
         return [ref.name for ref in index.refs()]
@@ -211,7 +211,6 @@ if os.geteuid() == 0:
 attempt(f"{state}: read", reader)
 attempt(f"{state}: write", lambda: Index.open(path))
 attempt(f"{state}: create", lambda: Index.create(folder / "b.sqlite", store_uuid="u", format=1, epoch=1, created_at=""))
-sys.stdout.flush()
 os._exit(0)
 """
         )
@@ -281,6 +280,6 @@ def test_opening_imports_neither_alembic_nor_the_orm(tmp_path, run_python):
     create(tmp_path / "index.sqlite").close()
     code = """
 Index.open(sys.argv[1]).close()
-print([name for name in ("alembic", "sqlalchemy.orm", "torch", "sqlalchemy.dialects.postgresql") if name in sys.modules])
+say([name for name in ("alembic", "sqlalchemy.orm", "torch", "sqlalchemy.dialects.postgresql") if name in sys.modules])
 """
     assert run_python(code, tmp_path / "index.sqlite") == "[]\n"

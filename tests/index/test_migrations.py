@@ -130,15 +130,15 @@ assert Path(deltastore.__file__).is_relative_to(sys.argv[2])
 try:
     Index.open(sys.argv[1], read_only=True)
 except IndexSchemaError as error:
-    print("open the store once for writing" in str(error))
+    say("open the store once for writing" in str(error))
 def work(number):
     with Index.open(sys.argv[1]) as index:
-        print(index.ref("main").commit_id[-1], index.objects_of_commit(f"{2:064x}"), len(index.object_totals()))
+        say([index.ref("main").commit_id[-1], *index.objects_of_commit(f"{2:064x}"), len(index.object_totals())])
 in_children(4, work)
 work(4)  # now there is nothing to do
 """
         out = run_python(code, filled, next_release, root=next_release)
-        assert out == "True\n" + "2 ['packs/2'] 2\n" * 5
+        assert out == "True\n" + "['2', 'packs/2', 2]\n" * 5
         assert sorted(each.name for each in filled.parent.iterdir()) == ["index.sqlite", "index.sqlite.backup-0001"]
         with Index.open(filled.with_name("index.sqlite.backup-0001")) as backup:
             assert dump(backup) == before

@@ -28,7 +28,7 @@ import deltastore.index.migrate
 def work(number):
     with Index.create(sys.argv[1], store_uuid="u", format=1, epoch=1, created_at="2026") as index:
         index.open_session("writer", str(os.getpid()), 60)
-        print(index.meta().store_uuid)
+        say(index.meta().store_uuid)
 in_children(8, work)
 """
     assert run_python(code, path) == "u\n" * 8
@@ -48,17 +48,21 @@ def work(worker):
             while True:
                 ref = index.ref("main")
                 head = ref and int(ref.commit_id, 16)
-                time.sleep(0.002)
+                if number == 1000 * worker + 1:  # both have seen that there is no branch
+                    Path(f"{sys.argv[1]}.{worker}").touch()
+                    while not Path(f"{sys.argv[1]}.{1 - worker}").exists():
+                        time.sleep(0.001)
                 try:
                     index.publish(publication(session, number, head))
                     break
                 except RefConflictError as conflict:
                     assert conflict.expected != conflict.actual
                     conflicts += 1
-    print(conflicts)
+    say(conflicts)
 in_children(2, work)
 """
     conflicts = [int(line) for line in run_python(code, index.path).splitlines()]
+    assert len(conflicts) == 2
     assert sum(conflicts) > 0
     history = index.first_parents(index.ref("main").commit_id)
     assert [record.seq for record in history] == list(range(30, 0, -1))
@@ -72,7 +76,7 @@ with Index.open(sys.argv[1]) as index:
     session = index.open_session("writer", "doomed", 60)
     index.register(session, [("commits/2", "commit", 1), ("packs/2", "pack", 1)])
     def hang(seq):  # called after the rows of the commit were written
-        print("inside", flush=True)
+        say("inside")
         time.sleep(60)
     index.publish(publication(session, 2, 1, own_keys=("commits/2", "packs/2"), body=hang,
                               edges=(("commits/2", "packs/2"),), dedup=((bytes(32), "packs/2", 0),)))
@@ -119,7 +123,7 @@ if child == 0:
     os._exit(0)
 assert os.waitpid(child, 0)[1] == 0
 commit(3, 2)
-print([ref.commit_id[-1] for ref in index.refs()])
+say([ref.commit_id[-1] for ref in index.refs()])
 index.close()
 """
     )
@@ -155,7 +159,7 @@ while index.ref("main").commit_id != f"{3:064x}" and time.monotonic() < deadline
     time.sleep(0.01)
 commit(4, 3)
 index.close()
-print("done", flush=True)
+say("done")
 """
     )
     assert run_python(code, tmp_path / "index.sqlite") == "done\n"
@@ -185,7 +189,7 @@ if child == 0:
 assert os.waitpid(child, 0)[1] == 0
 leave.set()
 thread.join()
-print([ref.name for ref in index.refs()])
+say([ref.name for ref in index.refs()])
 index.close()
 """
     )
