@@ -14,7 +14,7 @@ ARGS ?=
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.deltastore-installed
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test lint bench clean

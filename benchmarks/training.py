@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 CACHE_FOLDER = Path(__file__).resolve().parent.parent / ".cache" / "training"
-CACHE_VERSION = 3  # part of the cache's name: raise it when the training below changes
+CACHE_VERSION = 4  # part of the cache's name: raise it when the training below changes
 TEMPERATURE = 0.2  # of the contrastive loss: soft enough for the gradient to last over hundreds of steps
 
 Weights = dict[str, torch.Tensor]

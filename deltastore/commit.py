@@ -348,7 +348,11 @@ def _builtin_number(value: Any) -> Any:
 
 def _check_file_name(name: str) -> None:
     parts = name.split("/") if isinstance(name, str) else [""]
-    if any(part in ("", ".", "..") or "\0" in part or len(part.encode()) > 255 for part in parts) or "\\" in name:
+    try:
+        sizes = [len(part.encode()) for part in parts]
+    except UnicodeEncodeError:
+        sizes = [0]
+    if not all(0 < size <= 255 for size in sizes) or any(part in (".", "..") for part in parts) or "\0" in name or "\\" in name:
         raise InvalidInputError(f"{name!r} can't be the name of a file in a checkpoint: use a relative path with '/'")
 
 

@@ -100,9 +100,7 @@ def _tensor_diffs(
         known = (was.info.dtype.name, was.info.shape)
         rows_before, rows_after = before.rows(was.number), after.rows(side.number)
         if known == spec:
-            differing = [
-                i for i, (a, b) in enumerate(zip(rows_before, rows_after, strict=True)) if a.digest != b.digest
-            ]
+            differing = [i for i, (a, b) in enumerate(zip(rows_before, rows_after, strict=True)) if a.digest != b.digest]
             if not differing:
                 continue
             changed = sum(_changed(reader, rows_before[i], rows_after[i], side, i) for i in differing)

@@ -45,9 +45,13 @@ class Depth:
     def fold_due(self, height: int, *, changed: bool) -> bool:
         """Whether `folds` would yield anything for a chunk of this depth, seen before its own new delta is added."""
         counts = self.counts
-        if height > 0 and height % LADDER_BASE == 0:
-            return changed or any(counts)
-        return changed and bool(counts) and counts[0] + 1 >= LADDER_BASE
+        if changed:
+            return (height > 0 and height % LADDER_BASE == 0) or (bool(counts) and counts[0] + 1 >= LADDER_BASE)
+        level = 0
+        while height > 0 and height % LADDER_BASE == 0:
+            height //= LADDER_BASE
+            level += 1
+        return any(counts[:level])
 
 
 class DepthBook:

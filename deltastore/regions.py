@@ -155,9 +155,7 @@ def _narrow_axis(axis: Axis, item: Any, dimension: int) -> Axis:
         except (TypeError, ValueError) as error:
             raise InvalidInputError(f"dimension {dimension}: {error}") from error
         if step < 0:
-            raise InvalidInputError(
-                f"dimension {dimension}: slices with a negative step are not supported; load, then flip"
-            )
+            raise InvalidInputError(f"dimension {dimension}: slices with a negative step are not supported; load, then flip")
         length = len(range(start, stop, step))
         return Axis(axis.start + start * axis.step, length, axis.step * step)
     try:
@@ -169,7 +167,5 @@ def _narrow_axis(axis: Axis, item: Any, dimension: int) -> Axis:
             f"dimension {dimension}: can't index with {type(item).__name__}; use integers, slices and '...', or load() first"
         )
     if not -axis.length <= position < axis.length:
-        raise InvalidInputError(
-            f"index {position} is out of range for dimension {dimension} with {axis.length} entries"
-        )
+        raise InvalidInputError(f"index {position} is out of range for dimension {dimension} with {axis.length} entries")
     return Axis(axis.start + (position % axis.length) * axis.step, 1, 1, kept=False)

@@ -199,18 +199,22 @@ class Scanner:
         line = _Line(pool, self._encoder, self._settle)
         try:
             for path, source in named:
-                scanned = _Scanned(path, source.dtype, tuple(source.shape), [])
-                results.append(scanned)
-                for task in self._tasks(path, source):
-                    line.add(task, scanned.rows)
-                if one_at_a_time:  # nothing may hold this tensor while the next one is made
+                results.append(self._submit(line, path, source))
+                del source  # nothing may hold this tensor while a stream makes the next one
+                if one_at_a_time:
                     line.drain()
-                    source = task = None
             line.drain()
         except BaseException:
             line.cancel()
             raise
         return results
+
+    def _submit(self, line: _Line, path: Any, source: TensorSource) -> _Scanned:
+        """Put the chunks of a tensor on the line."""
+        scanned = _Scanned(path, source.dtype, tuple(source.shape), [])
+        for task in self._tasks(path, source):
+            line.add(task, scanned.rows)
+        return scanned
 
     def _tasks(self, path: Any, source: TensorSource) -> Iterator[ChunkTask]:
         dtype = dtype_of(source.dtype)

@@ -278,7 +278,9 @@ class Snapshot(Mapping[str, LazyTensor]):
         for each, number in matched:
             name, chosen = first.setdefault(each.tie, (each.name, number))
             if chosen != number and self._digests(chosen) != self._digests(number):
-                problems.append(f"{shorten(name)!r} and {shorten(each.name)!r} are one tensor, the commit has other values for each")
+                problems.append(
+                    f"{shorten(name)!r} and {shorten(each.name)!r} are one tensor, the commit has other values for each"
+                )
             info = self._version.tensors[number]
             found = (tensors.from_torch_dtype(each.tensor.dtype), tuple(each.tensor.shape))
             if found != (info.dtype.name, info.shape):

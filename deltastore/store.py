@@ -36,6 +36,7 @@ from deltastore.formats import EpochDocument, RefEntry, StoreDocument, parse_sto
 from deltastore.history import Commit, History, check_ref_name
 from deltastore.index.index import Index
 from deltastore.index.records import RefMovement, RefRecord
+from deltastore.options import MAX_FILE_BYTES
 from deltastore.progress import progress_bar
 from deltastore.reflog import RefLog
 
@@ -203,12 +204,10 @@ class DeltaStore:
             files=contents,
             author=_default_author() if author is None else author,
             expected_head=expected_head,
+            tag=tag,
         )
         with progress_bar("commit", None) as done:
-            commit = self._open_committer().commit(request, state, done)
-        if tag is not None:
-            self.create_tag(tag, revision=commit.id)
-        return commit
+            return self._open_committer().commit(request, state, done)
 
     def _open_committer(self) -> Committer:
         """The committer, made for the first commit."""
@@ -230,23 +229,28 @@ class DeltaStore:
         """
         from deltastore.snapshot import Snapshot
 
+        self._check_open()
         commit = self._history.commit(revision)
         return Snapshot(commit, self._history.version(commit.id), self._reader)
 
     def list_commits(self, revision: str = "main", limit: int | None = None) -> list[Commit]:
         """First-parent history of a revision, newest first."""
+        self._check_open()
         return self._history.log(revision, limit)
 
     def get_commit(self, revision: str = "main") -> Commit:
         """The commit that a revision names."""
+        self._check_open()
         return self._history.commit(revision)
 
     def list_refs(self) -> list[Ref]:
         """All branches and tags, by name."""
+        self._check_open()
         return [Ref(ref.name, ref.kind, ref.commit_id) for ref in self._index.refs()]
 
     def diff(self, before: str, after: str) -> Diff:
         """What changed from one revision to another, per tensor. Reads only chunks that differ."""
+        self._check_open()
         from deltastore.diff import run_diff
 
         first, second = self._history.commit(before), self._history.commit(after)
@@ -260,6 +264,7 @@ class DeltaStore:
         Args:
             read_data: decode every stored chunk once and compare its digests, too.
         """
+        self._check_open()
         from deltastore.verify import run_verify
 
         if revision is None:
@@ -274,6 +279,7 @@ class DeltaStore:
 
     def stats(self) -> StoreStats:
         """Counts, and logical against stored bytes."""
+        self._check_open()
         from deltastore.stats import run_stats
 
         return run_stats(self._bucket, self._index)
@@ -363,9 +369,12 @@ class DeltaStore:
         )
         self._log.moved()
 
-    def _check_writable(self) -> None:
+    def _check_open(self) -> None:
         if self._closed:
             raise InvalidInputError("this store is closed; open it anew")
+
+    def _check_writable(self) -> None:
+        self._check_open()
         if self._options["read_only"]:
             raise ReadOnlyError(f"{self.address} was opened read-only; open it without read_only to write")
 
@@ -413,7 +422,6 @@ def _make_store(bucket: Bucket) -> None:
     """Index first, `store.json` last: a store that was only half made is finished by the next create()."""
     path = _index_path(bucket)
     _refuse_nesting(path.parent)
-    path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
         try:
             Index.create(
@@ -457,8 +465,16 @@ def _flattened(source: Any, cast: Mapping[str, Any] | None) -> tuple[Any, dict[s
 def _file_bytes(name: str, value: str | os.PathLike[str] | bytes) -> bytes:
     if isinstance(value, bytes):
         return value
+    if not isinstance(value, (str, os.PathLike)):
+        raise InvalidInputError(f"file {name!r} is a {type(value).__name__}; expected a path or bytes")
+    path = Path(value)
     try:
-        return Path(value).read_bytes()
+        if path.exists() and not path.is_file():
+            raise InvalidInputError(f"file {name!r}: {value} is no plain file; name a file, or give its bytes")
+        size = path.stat().st_size
+        if size > MAX_FILE_BYTES:
+            raise InvalidInputError(f"file {name!r} has {size} bytes; files= takes up to {MAX_FILE_BYTES} each")
+        return path.read_bytes()
     except OSError as error:
         raise InvalidInputError(f"file {name!r}: {value} can't be read: {error.strerror}") from error
 

@@ -12,19 +12,12 @@ import click
 from deltastore.cli.history import commit_document
 from deltastore.cli.output import counted, first_line, human_bytes
 from deltastore.cli.settings import Settings, global_options
-from deltastore.errors import AlreadyExistsError, DeltaStoreError, RefConflictError
+from deltastore.errors import AlreadyExistsError, RefConflictError
 
 if TYPE_CHECKING:
-    from deltastore.history import Commit
     from deltastore.store import DeltaStore
 
 _SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[KMGT]?)(?P<binary>I?)B?", re.IGNORECASE)
-
-
-class PartialError(DeltaStoreError):
-    """Some of it was done, and stays."""
-
-    exit_code = 3
 
 
 def _parse_size(context: click.Context, parameter: click.Parameter, text: str) -> int:
@@ -100,17 +93,14 @@ def commit_command(
         if settings.dry_run:
             _print_commit_plan(settings, store, path, branch, tag, head)
             return
-        commit = store.commit(path, message, branch=branch, metadata=metadata, author=author, expected_head=head)
-        failure = _tag(store, tag, commit) if tag is not None else None
+        commit = store.commit(path, message, branch=branch, metadata=metadata, tag=tag, author=author, expected_head=head)
     output = settings.output()
     if output.as_json:
-        output.document(commit_document(commit) | {"branch": branch, "tag": None if failure else tag})
+        output.document(commit_document(commit) | {"branch": branch, "tag": tag})
     elif output.quiet:
         output.line(commit.id)
     else:
         output.line(f"{branch} {commit.short_id} {first_line(commit.message)}".rstrip())
-    if failure is not None:
-        raise PartialError(f"commit {commit.short_id} is on {branch}, but tag {tag} was not made: {failure}") from failure
 
 
 def _check_names(store: DeltaStore, branch: str, tag: str | None) -> None:
@@ -126,15 +116,6 @@ def _check_names(store: DeltaStore, branch: str, tag: str | None) -> None:
         if tag in refs or tag == branch:
             kind = refs[tag].kind if tag in refs else "branch"
             raise AlreadyExistsError(f"{tag!r} is a {kind} already; delete it first or choose another tag")
-
-
-def _tag(store: DeltaStore, tag: str, commit: Commit) -> DeltaStoreError | None:
-    """Make the tag; the commit stands even when that fails."""
-    try:
-        store.create_tag(tag, revision=commit.id)
-    except DeltaStoreError as error:
-        return error
-    return None
 
 
 def _print_commit_plan(

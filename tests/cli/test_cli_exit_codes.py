@@ -22,7 +22,6 @@ from safetensors.numpy import save_file
 from deltastore import DeltaStore, errors
 from deltastore.cli import history
 from deltastore.cli.main import exit_code
-from deltastore.history import Commit
 
 
 @pytest.mark.parametrize(
@@ -158,27 +157,6 @@ def test_a_state_without_place_in_safetensors_is_16(folder: Path, run: Run, tmp_
     result = run("checkout", "odd", tmp_path / "out")
     assert result.code == 16
     assert "a.b" in result.err
-
-
-def test_a_tag_that_somebody_else_made_meanwhile_is_3(
-    tmp_path: Path, run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    commit = DeltaStore.commit
-
-    def commit_while_another_process_tags(self: DeltaStore, *arguments: object, **options: object) -> Commit:
-        done = commit(self, *arguments, **options)  # type: ignore[arg-type]
-        with DeltaStore(folder) as other:
-            other.create_tag("best", revision="v1")
-        return done
-
-    monkeypatch.setattr(DeltaStore, "commit", commit_while_another_process_tags)
-    result = run("commit", write_checkpoint(tmp_path / "c", 6), "--tag", "best", "--json")
-    assert result.code == 3
-    assert result.json["tag"] is None
-    error = json.loads(result.err)
-    assert (error["code"], error["error"]) == (3, "PartialError")
-    assert "best" in error["message"]
-    assert run("log", "-q", "-n1").out.strip() == result.json["id"]
 
 
 def test_names_are_checked_before_anything_is_written(tmp_path: Path, run: Run, ids: list[str]) -> None:

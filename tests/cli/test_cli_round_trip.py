@@ -168,10 +168,12 @@ def test_sizes(tmp_path: Path, run: Run, size: str, shards: int) -> None:
 def test_metadata_values(tmp_path: Path, run: Run) -> None:
     source = write_checkpoint(tmp_path / "checkpoint", 3)
     given = ["a=1", "b=1.5e-3", "c=true", "d=007", "e=", 'f="12"', "g=x=y", "h=null", "i=-3", "j=[1]", "k=NaN"]
-    result = run("commit", source, "--json", *(f"--meta={each}" for each in given))
+    result = run("commit", source, "--json", "--tag", "new", *(f"--meta={each}" for each in given))
     expected = {"a": 1, "b": 0.0015, "c": True, "d": "007", "e": "", "f": "12", "g": "x=y", "h": "null", "i": -3, "j": "[1]"}
     assert result.json["metadata"] == expected | {"k": "NaN"}
-    assert run("log", "main@{a=1}", "-n1", "-q").out.strip() == result.json["id"]
+    assert (result.json["branch"], result.json["tag"]) == ("main", "new")
+    for revision in ("main@{a=1}", "new"):
+        assert run("log", revision, "-n1", "-q").out.strip() == result.json["id"]
 
 
 @pytest.mark.parametrize("pairs", [["step"], ["=1"], ["a=1", "a=2"]])

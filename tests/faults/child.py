@@ -1,4 +1,4 @@
-"""A warm process that forks a fresh one for each call: an interpreter with torch and deltastore in no time.
+"""A warm process that forks a fresh one for each call: an interpreter with deltastore in no time.
 
     python child.py SOCKET      listens there; one connection is one call: a JSON line in, a JSON line back
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from probes import SCENARIOS, kill_at_operation, list_operations, prepare, refs_of
+from probes import SCENARIOS, kill_at_operations, list_operations, prepare, refs_of
 from warm_process import WarmProcess
 
 pytestmark = pytest.mark.slow
@@ -42,9 +42,8 @@ def test_kill_at_every_operation(scenario: str, warm: WarmProcess, work: Path) -
     labels = warm.call(list_operations, scenario=scenario, template=template)
     assert "sql COMMIT" in labels
     assert any(label.startswith("put ") for label in labels)
-    calls = [{"scenario": scenario, "template": template, **moment} for moment in moments(labels)]
-    results = warm.call_all(kill_at_operation, calls)
-    assert [result["killed"] for result in results] == [True] * (len(calls) - 1) + [False]
+    results = warm.share(kill_at_operations, moments(labels), scenario=scenario, template=template)
+    assert [result["killed"] for result in results] == [True] * (len(results) - 1) + [False]
     landed = [result["refs"] != old for result in results]
     assert landed == sorted(landed), "what had landed at one moment was gone at a later one"
     assert landed[0] is False

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -63,7 +63,7 @@ class WarmProcess:
         self._process.stdout.close()
         self._folder.cleanup()
 
-    def call(self, function: Callable[..., Any], timeout: float = 300, **arguments: Any) -> Any:
+    def call(self, function: Callable[..., Any], timeout: float = 500, **arguments: Any) -> Any:
         """Run a function of `probes` in a fresh fork; its exception is an AssertionError with the traceback."""
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(timeout)
@@ -79,9 +79,14 @@ class WarmProcess:
             raise AssertionError(f"{function.__name__}({arguments}) failed in its process:\n{content['error']}")
         return content["result"]
 
-    def call_all(
-        self, function: Callable[..., Any], calls: Iterable[Mapping[str, Any]], lanes: int = LANES
-    ) -> list[Any]:
-        """Run a function many times, `lanes` at a time; results in the order of the calls."""
-        with ThreadPoolExecutor(lanes) as pool:
+    def call_all(self, function: Callable[..., Any], calls: Iterable[Mapping[str, Any]]) -> list[Any]:
+        """Run a function several times, all at once; results in the order of the calls."""
+        calls = list(calls)
+        with ThreadPoolExecutor(len(calls)) as pool:
             return list(pool.map(lambda arguments: self.call(function, **arguments), calls))
+
+    def share(self, function: Callable[..., list[Any]], moments: Sequence[Any], **arguments: Any) -> list[Any]:
+        """Run a function of a list `moments` in as many processes as there are processors, each with a share of them."""
+        lanes = max(1, min(len(moments), LANES))
+        shares = self.call_all(function, [{**arguments, "moments": moments[lane::lanes]} for lane in range(lanes)])
+        return [shares[number % lanes][number // lanes] for number in range(len(moments))]

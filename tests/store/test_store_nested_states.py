@@ -74,7 +74,7 @@ ODD_STATE = {
     "texts": ["", "\u00fc", "u\u0308", "\u4f60\u597d", "\U0001f600", "\x00", "a\nb"],
     "integers": [2**200, -(2**63), 0, -1],
     "empty": [{}, [], (), OrderedDict()],
-    "mixed keys": {0: torch.ones(1), "0": torch.zeros(1), False: 1, None: 2, b"0": 3, 0.5: 4},
+    "mixed keys": {0: torch.ones(1), "0": torch.zeros(1), True: 1, None: 2, b"0": 3, 0.5: 4},
     "ordered": OrderedDict([("z", 1), ("a", torch.tensor(2))]),
     "deep": ({"a": [({"b": torch.tensor([1.5])},)]},),
     "no elements": torch.empty(0, 3, dtype=torch.int8),
@@ -82,8 +82,6 @@ ODD_STATE = {
 
 
 def test_odd_values_and_containers(store: DeltaStore) -> None:
-    del_false = dict(ODD_STATE["mixed keys"])  # False and 0 are one key to a dict
-    assert len(del_false) == 5
     store.commit(ODD_STATE)
     found = store.checkout().state()
     assert same(found, ODD_STATE)
@@ -249,7 +247,7 @@ keys = st.one_of(st.none(), st.booleans(), st.integers(-3, 3), st.floats(allow_n
 tensors = st.builds(
     lambda data, dtype: torch.frombuffer(bytearray(data * 8 or b"\0" * 8), dtype=torch.uint8).view(dtype).clone(),
     st.binary(max_size=4),
-    st.sampled_from([torch.float32, torch.int64, torch.bfloat16, torch.bool.__class__ and torch.uint8]),
+    st.sampled_from([torch.float32, torch.int64, torch.bfloat16, torch.uint8]),
 )
 states = st.recursive(
     st.one_of(scalars, tensors),
@@ -263,7 +261,7 @@ states = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None, phases=[Phase.generate])
+@settings(max_examples=40, deadline=None, phases=[Phase.generate])
 @given(state=states)
 def test_any_state_comes_back(tmp_path_factory: pytest.TempPathFactory, state: Any) -> None:
     with any_store(tmp_path_factory) as store:

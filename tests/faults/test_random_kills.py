@@ -1,0 +1,21 @@
+"""SIGKILL at random moments of a process that commits in a loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from probes import random_kills
+from warm_process import WarmProcess
+
+pytestmark = pytest.mark.slow
+KILLS = 200
+STORES = 8
+
+
+def test_two_hundred_random_kills(warm: WarmProcess, work: Path) -> None:
+    shares = [{"folder": work / f"store-{seed}", "kills": KILLS // STORES, "seed": seed} for seed in range(STORES)]
+    results = warm.share(random_kills, shares)
+    commits, promised = (sum(result[key] for result in results) for key in ("commits", "promised"))
+    assert commits >= KILLS  # one by each survivor's check, and those of the victims
+    assert promised > 0, "every victim was killed before its first commit: give them more time"
