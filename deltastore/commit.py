@@ -92,7 +92,7 @@ class Committer:
         self._log = log
         self._baseline = Baseline(keep=baseline)
         self._depths = Depths(reader)
-        self._lock = threading.Lock()
+        self._lock = os.getpid(), threading.Lock()
         self._session: _Session | None = None
         self._warned: set[str] = set()
 
@@ -112,8 +112,14 @@ class Committer:
             IncompatibleStateError, InvalidInputError: before anything is written.
         """
         metadata = _checked_request(request)
-        with self._lock:
+        with self._own_lock():
             return self._commit(request, metadata, state, progress)
+
+    def _own_lock(self) -> threading.Lock:
+        """The lock of this process: a fork may have inherited one that another thread of the parent held."""
+        if self._lock[0] != os.getpid():
+            self._lock = os.getpid(), threading.Lock()
+        return self._lock[1]
 
     def _commit(
         self,
@@ -179,7 +185,7 @@ class Committer:
 
     def close(self) -> None:
         """Give back the lease. What was registered and not published is garbage from then on."""
-        with self._lock:
+        with self._own_lock():
             if self._session is not None and self._session.process == os.getpid():
                 with contextlib.suppress(StorageError):
                     self._index.close_session(self._session.lease)

@@ -8,7 +8,8 @@ import math
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -17,7 +18,15 @@ from deltastore import canonical
 from deltastore.buckets.base import Bucket
 from deltastore.chunk_reader import ChunkReader
 from deltastore.dtypes import DType, dtype_of
-from deltastore.errors import FormatError, IntegrityError, InvalidInputError, RevisionNotFoundError, StorageError
+from deltastore.errors import (
+    FormatError,
+    IncompatibleStateError,
+    IntegrityError,
+    InvalidInputError,
+    RevisionNotFoundError,
+    StorageError,
+    UnsupportedFormatError,
+)
 from deltastore.formats import CommitDocument, Identity, StructureDocument, parse_commit, parse_structure
 from deltastore.index.index import Index
 from deltastore.index.records import CommitRecord
@@ -142,7 +151,8 @@ class Version:
             if not 0 <= shard < len(placed):
                 raise FormatError(f"the structure names manifest {shard}, the commit document has {len(placed)}")
             key = placed[shard].key
-            found = Manifest.parse(read_object(self._bucket, key, placed[shard].size), key)
+            with _naming(key):
+                found = Manifest.parse(read_object(self._bucket, key, placed[shard].size), key)
             self._reader.learn(found.packs)
             self._manifests[shard] = found
         return found
@@ -212,6 +222,17 @@ def _unique(keyed: Iterable[tuple[Any, int]]) -> dict[Any, int]:
 def shorten(name: str, limit: int = 120) -> str:
     """A name for a message: very long ones lose their middle."""
     return name if len(name) <= limit else f"{name[: limit // 2]}…{name[-limit // 3 :]}"
+
+
+@contextmanager
+def _naming(key: str) -> Iterator[None]:
+    """Errors about the content of an object carry its key."""
+    try:
+        yield
+    except FormatError as error:
+        raise type(error)(str(error), error.key or key) from error
+    except IncompatibleStateError as error:  # a dtype that this version does not know
+        raise UnsupportedFormatError(f"{key}: {error}", key) from error
 
 
 def read_object(bucket: Bucket, key: str, size: int | None = None) -> bytes:
@@ -329,14 +350,16 @@ class History:
                 self._versions.move_to_end(commit_id)
                 return found
         record = self.record(commit_id)
-        document = parse_commit(read_object(self._bucket, record.object_key), record.object_key)
+        key = record.object_key
+        with _naming(key):
+            document = parse_commit(read_object(self._bucket, key), key)
         if document.commit_id() != commit_id:
-            raise IntegrityError(
-                f"{record.object_key}: its identity is that of commit {document.commit_id()}, expected {commit_id}"
-            )
+            found_id = document.commit_id()
+            raise IntegrityError(f"{key}: its identity is that of commit {found_id}, expected {commit_id}", key)
         placed = document.placement.structure
-        structure = parse_structure(read_object(self._bucket, placed.key, placed.size), placed.key)
-        version = Version(self._bucket, self._reader, document, structure)
+        with _naming(placed.key):
+            structure = parse_structure(read_object(self._bucket, placed.key, placed.size), placed.key)
+            version = Version(self._bucket, self._reader, document, structure)
         self.remember(commit_id, version)
         return version
 

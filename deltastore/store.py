@@ -122,9 +122,7 @@ class DeltaStore:
         bucket = open_bucket(os.fspath(address))
         if bucket.stat([layout.STORE_KEY])[layout.STORE_KEY] is not None:
             if not exist_ok:
-                raise AlreadyExistsError(
-                    f"{os.fspath(address)} is a deltastore already; open it, or pass exist_ok=True"
-                )
+                raise AlreadyExistsError(f"{os.fspath(address)} is a deltastore already; open it, or pass exist_ok=True")
             return cls(address, **options)
         _make_store(bucket)
         return cls(address, **options)
@@ -143,9 +141,7 @@ class DeltaStore:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -254,9 +250,7 @@ class DeltaStore:
         from deltastore.diff import run_diff
 
         first, second = self._history.commit(before), self._history.commit(after)
-        return run_diff(
-            self._reader, (first, self._history.version(first.id)), (second, self._history.version(second.id))
-        )
+        return run_diff(self._reader, (first, self._history.version(first.id)), (second, self._history.version(second.id)))
 
     def verify(self, revision: str | None = None, *, read_data: bool = False) -> VerifyReport:
         """Check every object that a revision, or all branches and tags, need. Changes nothing.
@@ -273,9 +267,9 @@ class DeltaStore:
         else:
             ids = [self._history.resolve(revision)]
         with progress_bar("verify", len(ids), unit="commit") as done:
-            return run_verify(
-                self._bucket, self._index, self._history, self._reader, ids, read_data=read_data, progress=done
-            )
+            reader = ChunkReader(self._bucket)  # nothing that this process remembers may hide damage
+            history = History(self._bucket, self._index, reader)
+            return run_verify(self._bucket, self._index, history, reader, ids, read_data=read_data, progress=done)
 
     def stats(self) -> StoreStats:
         """Counts, and logical against stored bytes."""
@@ -352,9 +346,7 @@ class DeltaStore:
         old: str | None,
         new: str | None,
     ) -> None:
-        entry = RefEntry(
-            action=action, ref_kind=kind, name=name, old=old, new=new, author=_default_author(), time=_now()
-        )
+        entry = RefEntry(action=action, ref_kind=kind, name=name, old=old, new=new, author=_default_author(), time=_now())
         self._log.fill_holes()
         self._index.move_ref(
             RefMovement(
@@ -393,9 +385,7 @@ def _read_store_document(bucket: Bucket, address: str) -> StoreDocument:
         data = bucket.get(layout.STORE_KEY)
     except StorageError as error:
         if error.kind == "missing":
-            raise StoreNotFoundError(
-                f"no deltastore at {address!r}; make one with `deltastore init {address}`"
-            ) from error
+            raise StoreNotFoundError(f"no deltastore at {address!r}; make one with `deltastore init {address}`") from error
         raise
     return parse_store(data)
 
@@ -424,9 +414,7 @@ def _make_store(bucket: Bucket) -> None:
     _refuse_nesting(path.parent)
     if not path.exists():
         try:
-            Index.create(
-                path, store_uuid=str(uuid.uuid4()), format=1, epoch=FIRST_EPOCH, features=(), created_at=_now()
-            ).close()
+            Index.create(path, store_uuid=str(uuid.uuid4()), format=1, epoch=FIRST_EPOCH, features=(), created_at=_now()).close()
         except AlreadyExistsError:
             pass  # another process was faster
     with Index.open(path) as index:

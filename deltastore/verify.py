@@ -7,17 +7,21 @@ changed, and the check goes on past damage: every broken object is named, with t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from deltastore.buckets.base import Bucket
 from deltastore.chunk_reader import ChunkReader, ReadJob
-from deltastore.digests import chunk_digest
-from deltastore.errors import DeltaStoreError
+from deltastore.digests import chunk_digest, tensor_digest, tree_digest
+from deltastore.errors import DeltaStoreError, FormatError
+from deltastore.formats import StoredFile
 from deltastore.history import History, Version
 from deltastore.index.index import Index
+from deltastore.layout import pack_key
 from deltastore.manifests import ChunkRow
 
 
@@ -93,7 +97,9 @@ def run_verify(
                 work.add(key, broken_objects[key], commit_id)
         try:
             version = history.version(commit_id)
+            _check_manifests(version, reader, commit_id, work)
             _check_version(version, reader, commit_id, work)
+            _check_tree(version, reader, commit_id, work, read_data=read_data)
             if read_data:
                 _read_version(version, reader, commit_id, seen_chunks, work)
         except DeltaStoreError as error:
@@ -102,6 +108,68 @@ def run_verify(
             progress(1)
     problems = tuple(Problem(key, message, tuple(sorted(commits))) for (key, message), commits in work.problems.items())
     return VerifyReport(work.commits, work.objects, work.chunks, work.bytes_read, problems)
+
+
+def _check_manifests(version: Version, reader: ChunkReader, commit_id: str, work: _Work) -> None:
+    """The pack tables say of each pack what its own head says."""
+    for number, place in enumerate(version.document.placement.manifests):
+        for ref in version.manifest(number).packs:
+            try:
+                columns = reader.columns(ref.pack_id)
+            except DeltaStoreError:
+                continue  # the chunks in it are reported by name
+            if (columns.head, columns.size) != (ref.head, ref.size):
+                sizes = f"head {ref.head} and size {ref.size}, the pack has {columns.head} and {columns.size}"
+                work.add(place.key, f"its table gives {pack_key(ref.pack_id)} {sizes}", commit_id)
+
+
+def _check_tree(version: Version, reader: ChunkReader, commit_id: str, work: _Work, *, read_data: bool) -> None:
+    """Structure, chunk digests, files and plain values together have the tree digest that the commit id stands for."""
+    values: Any = version.document.placement.values
+    if isinstance(values, dict):
+        if not read_data:
+            return  # they are a tensor of their own
+        values = _parse_values(b"".join(_chunks(version, values["tensor"], reader)))
+    own = 1 + max((number for _, number in version.leaves), default=-1)  # those of files and of large values follow
+    document = {
+        "files": [
+            [file.name, _file_digest(version, file)] for file in sorted(version.structure.files, key=lambda file: file.name)
+        ],
+        "state": version.structure.tree,
+        "tensors": [_tensor_digest(version, number).hex() for number in range(own)],
+        "values": values,
+    }
+    found, expected = tree_digest(document), version.document.identity["tree"]
+    if found != expected:
+        key = version.document.placement.structure.key
+        work.add(key, f"it and its manifests have the tree digest {found}, commit {commit_id} expects {expected}", commit_id)
+
+
+def _tensor_digest(version: Version, number: int) -> bytes:
+    info = version.tensors[number]
+    return tensor_digest(info.dtype.name, info.shape, b"".join(row.digest for row in version.rows(number)))
+
+
+def _file_digest(version: Version, file: StoredFile) -> str:
+    if file.tensor is not None:
+        return _tensor_digest(version, file.tensor).hex()
+    data = file.data or b""
+    return tensor_digest("uint8", (len(data),), chunk_digest(data) if data else b"").hex()
+
+
+def _chunks(version: Version, number: int, reader: ChunkReader) -> Iterator[bytes]:
+    info = version.tensors[number]
+    for index, row in enumerate(version.rows(number)):
+        out = np.empty(info.chunk_length(index), np.uint8)
+        reader.read(ReadJob(row, len(out), f"{version.label(number)}, chunk {index}", out=out))
+        yield out.tobytes()
+
+
+def _parse_values(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"the plain values are no JSON: {str(error)[:200]}") from error
 
 
 def _check_version(version: Version, reader: ChunkReader, commit_id: str, work: _Work) -> None:
@@ -118,7 +186,7 @@ def _check_version(version: Version, reader: ChunkReader, commit_id: str, work: 
                 work.add(_key_of(error), f"{label}: {error}", commit_id)
                 continue
             if chain[0].digest != row.digest or chain[0].raw_length != info.chunk_length(index):
-                work.add(row.pack_id, f"{label}: the pack's columns do not agree with the manifest", commit_id)
+                work.add(pack_key(row.pack_id), f"{label}: the pack's columns do not agree with the manifest", commit_id)
             outside = {entry.pack_id for entry in chain} - table
             if outside:
                 work.add(
@@ -152,7 +220,8 @@ def _read_chunk(
     try:
         reader.read(ReadJob(row, length, label, out=out))
         if chunk_digest(out) != row.digest:
-            work.add(row.pack_id, f"{label}: the decoded chunk does not have its BLAKE3 digest {row.digest.hex()}", commit_id)
+            problem = f"{label}: the decoded chunk does not have its BLAKE3 digest {row.digest.hex()}"
+            work.add(pack_key(row.pack_id), problem, commit_id)
             return
     except DeltaStoreError as error:
         work.add(_key_of(error), str(error), commit_id)

@@ -330,10 +330,12 @@ def _diff_summary(diff: Diff) -> str:
     if not diff:
         return "no differences"
     totals = _totals(diff)
-    parts = [f"{counted(totals['changed'], 'tensor')} changed"]
+    parts = [f"{counted(totals['changed'], 'tensor')} changed"] if diff.tensors else []
     parts += [f"{totals[status]} {status}" for status in ("added", "removed", "reshaped") if totals[status]]
     if diff.files:
         parts.append(f"{counted(len(diff.files), 'file')} added, removed or changed")
+    if not diff.tensors:
+        return parts[0]
     changed, elements = totals["changed_elements"], totals["elements"]
     return (
         f"{', '.join(parts)}; {counted(changed, 'element')} of {elements} ({_percent(changed, elements)}), "

@@ -142,6 +142,10 @@ def test_diff(run: Run, ids: list[str], tmp_path: Path) -> None:
         "1 tensor changed, 1 file added, removed or changed; 5 elements"
     )
     assert run("diff", "main~1", "main", "-q").out.split() == ["embed.weight", "config.json"]
+    assert run("checkout", "main", tmp_path / "bare").code == 0
+    assert run("commit", tmp_path / "bare/model.safetensors", "-b", "main").code == 0
+    assert run("diff", "main~1", "main", "--stat").out == "2 files added, removed or changed\n"
+    run("branch", "reset", "main", "main~1", "--yes")
     save_file({"embed.weight": np.zeros(3, np.float32), "new": np.zeros(1)}, tmp_path / "other.safetensors")
     run("commit", tmp_path / "other.safetensors")
     totals = run("diff", "main~1", "main", "--json", "--stat").json["totals"]

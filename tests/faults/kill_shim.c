@@ -26,21 +26,24 @@
 #include <unistd.h>
 
 enum mode { COUNT, KILL, TORN, FULL, BROKEN };
-enum kind { WRITE, SYNC, NAME }; /* changes bytes, makes them durable, changes a folder */
+enum kind { WRITE = 'w', SIZE = 't', SYNC = 's', NAME = 'n' }; /* of a call: writes, cuts or grows, syncs, changes a folder */
 
 static char folder[PATH_MAX];
 static atomic_long count;
 static long limit;
 static enum mode mode;
+static char kinds[1 << 16];
 
 void kill_shim_arm(const char *below, long number, int what) {
     snprintf(folder, sizeof folder, "%s", below);
     limit = number;
     mode = what;
+    memset(kinds, 0, sizeof kinds);
     atomic_store(&count, 0);
 }
 
-long kill_shim_count(void) { return atomic_load(&count); }
+/* One letter per call since the shim was armed: its kind. */
+const char *kill_shim_kinds(void) { return kinds; }
 
 static void end_process(void) {
     kill(getpid(), SIGKILL);
@@ -69,6 +72,8 @@ static int below_fd(int fd) {
 /* Count one call. Returns 0 to go on, 1 to write half and call end_process(), -1 to fail with errno. */
 static int enter(enum kind kind) {
     long number = atomic_fetch_add(&count, 1) + 1;
+    if (number < (long)sizeof kinds)
+        kinds[number - 1] = kind;
     if (mode == COUNT || number < limit)
         return 0;
     if (mode == KILL || (mode == TORN && kind != WRITE)) {
@@ -78,7 +83,7 @@ static int enter(enum kind kind) {
     }
     if (mode == TORN)
         return number == limit;
-    if (mode == FULL && kind == WRITE) {
+    if (mode == FULL && (kind == WRITE || kind == SIZE)) {
         errno = ENOSPC;
         return -1;
     }
@@ -139,10 +144,9 @@ WRAP_WRITEV(pwritev64, COMMA off64_t offset, COMMA offset)
 
 WRAP(fsync, SYNC, below_fd(fd), (int fd), (fd))
 WRAP(fdatasync, SYNC, below_fd(fd), (int fd), (fd))
-WRAP(ftruncate, WRITE, below_fd(fd), (int fd, off_t size), (fd, size))
-WRAP(ftruncate64, WRITE, below_fd(fd), (int fd, off64_t size), (fd, size))
-WRAP(fallocate, WRITE, below_fd(fd), (int fd, int how, off_t start, off_t size), (fd, how, start, size))
-WRAP(posix_fallocate, WRITE, below_fd(fd), (int fd, off_t start, off_t size), (fd, start, size))
+WRAP(ftruncate, SIZE, below_fd(fd), (int fd, off_t size), (fd, size))
+WRAP(ftruncate64, SIZE, below_fd(fd), (int fd, off64_t size), (fd, size))
+WRAP(fallocate, SIZE, below_fd(fd), (int fd, int how, off_t start, off_t size), (fd, how, start, size))
 WRAP(rename, NAME, below(to), (const char *from, const char *to), (from, to))
 WRAP(renameat, NAME, below(to), (int at, const char *from, int to_at, const char *to), (at, from, to_at, to))
 WRAP(link, NAME, below(to), (const char *from, const char *to), (from, to))

@@ -5,23 +5,29 @@ Arguments and results are JSON values.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import faulthandler
 import functools
 import os
 import random
+import resource
 import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+import numpy as np
 from faulty import Faults
+from safetensors.numpy import save_file
 from store_checks import assert_all_exact, assert_exact, assert_log_dense
 from tiny_model import write_file
 
@@ -29,7 +35,7 @@ import deltastore.commit
 import deltastore.reflog
 from deltastore import DeltaStore
 from deltastore.chunk_writer import ChunkWriter
-from deltastore.errors import AlreadyExistsError, RefConflictError, StoreNotFoundError
+from deltastore.errors import AlreadyExistsError, DeltaStoreError, RefConflictError, StoreFullError, StoreNotFoundError
 from deltastore.history import Commit
 from deltastore.options import LADDER_BASE
 
@@ -236,14 +242,16 @@ def arm_shim(folder: str, number: int, mode: str) -> None:
     ctypes.CDLL(None).kill_shim_arm(os.fsencode(os.path.realpath(folder)), ctypes.c_long(number), modes[mode])
 
 
-def count_calls(scenario: str, template: str) -> int:
-    """How many system calls of a scenario change files below its store."""
+def list_calls(scenario: str, template: str) -> str:
+    """The system calls of a scenario that change files below its store, a letter each: see `kill_shim.c`."""
     with tempfile.TemporaryDirectory(dir=Path(template).parent) as work:
         folder = _copy(template, work)
         arm_shim(folder, 0, "count")
         SCENARIOS[scenario].run(folder)
-        count: int = ctypes.CDLL(None).kill_shim_count()
-        return count
+        shim = ctypes.CDLL(None)
+        shim.kill_shim_kinds.restype = ctypes.c_char_p
+        kinds: bytes = shim.kill_shim_kinds()
+    return kinds.decode()
 
 
 def _kill(template: str, victim: Callable[..., None], *, whole: bool = True, **moment: Any) -> dict[str, Any]:
@@ -369,25 +377,82 @@ def create_together(folder: str, number: int, exist_ok: bool, start: float) -> s
 def fork_with_open_store(folder: str, child: str) -> None:
     """A parent with an open store forks; whatever the child does, both go on."""
     store = DeltaStore.create(folder)
-    for _ in range(3):
-        _commit_next(store)
-    for _ in range(3):
-        pid = os.fork()
-        if pid == 0:
-            _in_fork(store, child)
-        step = _commit_next(store)  # while the child is at work
-        assert not _was_killed(pid)
-        assert assert_exact(store, f"main@{{step={step}}}") == step
-    _commit_next(store)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*another writer.*")
+        for step in range(3):
+            commit_step(store, step)
+        for step in range(3, 6):
+            pid = os.fork()
+            if pid == 0:
+                _in_fork(store, child, 1000 * step)
+            commit_step(store, step)  # while the child is at work
+            _await(pid)
+            assert assert_exact(store, f"main@{{step={step}}}") == step
+        commit_step(store, 6)
     assert_all_exact(store)
     store.close()
     with DeltaStore(folder) as again:
+        commit_step(again, 7)
         assert_all_exact(again)
-        _commit_next(again)
         assert_log_dense(again)
+        steps = [commit.metadata["step"] for commit in again.list_commits("main")]
+    assert [step for step in steps if step < 1000] == list(range(7, -1, -1))
+    assert len(steps) == len(set(steps)) == (8 if child != "commit to main" else 14)
 
 
-def _in_fork(store: DeltaStore, child: str) -> None:
+def fork_while_committing(folder: str, child: str, forks: int) -> int:
+    """Fork while a thread commits, so that a child may get locks that nobody gives back; returns how many commits there were."""
+    warnings.filterwarnings("ignore", category=DeprecationWarning, message=".*multi-threaded.*")
+    stop = threading.Event()
+    errors: list[BaseException] = []
+    step = 0
+
+    def work() -> None:
+        nonlocal step
+        try:
+            while not stop.is_set():
+                step += 1
+                commit_step(store, step)
+        except BaseException as error:
+            errors.append(error)
+
+    with DeltaStore.create(folder) as store:
+        commit_step(store, 0)
+        thread = threading.Thread(target=work)
+        thread.start()
+        try:
+            for number in range(forks):
+                time.sleep(0.003 * (number % 17))
+                pid = os.fork()
+                if pid == 0:
+                    _in_fork(store, child, 1000 * (number + 1))
+                _await(pid)
+        finally:
+            stop.set()
+            thread.join()
+        assert not errors, errors
+        assert_all_exact(store)
+        assert_log_dense(store)
+        commits = len(store.list_commits("main"))
+    assert commits > step
+    return commits
+
+
+def _await(pid: int, seconds: float = 20.0) -> None:
+    """Wait for a child that must succeed, and soon."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            assert os.waitstatus_to_exitcode(status) == 0, f"the child ended with {os.waitstatus_to_exitcode(status)}"
+            return
+        time.sleep(0.005)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    raise AssertionError(f"the child was still at work after {seconds} s")
+
+
+def _in_fork(store: DeltaStore, child: str, step: int) -> NoReturn:
     """What a forked child does with its parent's store."""
     if child == "os._exit":
         os._exit(0)
@@ -397,21 +462,136 @@ def _in_fork(store: DeltaStore, child: str) -> None:
         store.close()
         sys.exit(0)
     status = 1
+    faulthandler.dump_traceback_later(15, exit=False)
     try:
         if child == "read":
             assert_exact(store, "main")
+        elif child == "commit to main":
+            for number in range(2):
+                commit_step(store, step + number)
         elif child == "commit to a branch":
-            _commit_next(store, f"child-{os.getpid()}")
-            _commit_next(store, f"child-{os.getpid()}")
+            for number in range(2):
+                commit_step(store, step + number, branch=f"child-{step}")
+            assert_exact(store, f"child-{step}")
         elif child == "open anew":
             with DeltaStore(store.address) as own:
-                _commit_next(own, f"child-{os.getpid()}")
+                commit_step(own, step, branch=f"child-{step}")
+                assert_exact(own, f"child-{step}")
         else:
             raise AssertionError(f"unknown: {child}")
-        assert_all_exact(store)
         status = 0
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
     finally:
         os._exit(status)
+
+
+# -- disks ------------------------------------------------------------------------------------------------------------
+
+
+def commit_above_size_limit(folder: str) -> None:
+    """No file may grow beyond 2 MiB: a commit of more is refused, and one of less works."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    prepare(folder, 3)
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with _noise(3 << 20) as path, DeltaStore(folder) as store:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2 << 20, hard))
+        for _ in range(2):
+            _assert_refused_as_full(store, path)
+            _commit_next(store)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        store.commit(path, branch="large", metadata={"step": 0})
+        assert store.checkout("large")["noise"].nbytes == 3 << 20
+        store.delete_branch("large")
+        assert_all_exact(store)
+        assert_log_dense(store)
+
+
+def commit_on_a_small_file_system(mount_point: str) -> bool:
+    """A file system of 2 MiB that fills up: the commit is refused, and works when there is room. False: can't mount."""
+    Path(mount_point).mkdir()
+    if not _mount_small(mount_point):
+        return False
+    folder = f"{mount_point}/store"
+    prepare(folder, 3)
+    filler = Path(mount_point) / "filler"
+    with _noise(100_000) as path, DeltaStore(folder) as store:
+        for room in (0, 4096, 65536):
+            free = os.statvfs(mount_point)
+            filler.write_bytes(bytes(free.f_bavail * free.f_frsize - room))
+            _assert_refused_as_full(store, path)
+            filler.unlink()
+            _commit_next(store)
+        assert_all_exact(store)
+        assert_log_dense(store)
+    return True
+
+
+@contextlib.contextmanager
+def _noise(size: int) -> Iterator[Path]:
+    """A file with a tensor of so many bytes that don't compress."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.safetensors"
+        save_file({"noise": np.random.default_rng(1).integers(0, 256, size, np.uint8)}, path)
+        yield path
+
+
+def _assert_refused_as_full(store: DeltaStore, path: Path) -> None:
+    refs = _refs_of(store)
+    try:
+        store.commit(path)
+    except StoreFullError as error:
+        assert store.address in str(error)
+        assert _refs_of(store) == refs
+        return
+    raise AssertionError("a commit that can't fit was not refused")
+
+
+def _mount_small(mount_point: str) -> bool:
+    libc = ctypes.CDLL(None, use_errno=True)
+    user, mounts = 0x10000000, 0x00020000  # CLONE_NEWUSER, CLONE_NEWNS
+    if libc.unshare(user | mounts) != 0:
+        return False
+    private_recursive = 1 << 18 | 1 << 14
+    libc.mount(b"none", b"/", None, private_recursive, None)
+    return bool(libc.mount(b"tmpfs", os.fsencode(mount_point), b"tmpfs", 0, b"size=2m") == 0)
+
+
+def fail_at_calls(moments: list[dict[str, Any]]) -> list[str]:
+    """Let a commit fail at its n-th system call that changes a file (needs the shim), once for each of `moments`.
+
+    Args:
+        moments: of {"template": a store, "number": n, "mode": "full" or "broken"}.
+
+    Returns:
+        For each "landed" or the type of the error, or both.
+    """
+    return [_fail_at_call(**each) for each in moments]
+
+
+def _fail_at_call(template: str, number: int, mode: str) -> str:
+    outcome = []
+    with tempfile.TemporaryDirectory(dir=Path(template).parent) as work:
+        folder = _copy(template, work)
+        try:
+            with DeltaStore(folder) as store, warnings.catch_warnings():
+                warnings.filterwarnings("ignore", ".*log entry could not be written.*")
+                before = _refs_of(store)
+                arm_shim(folder, number, mode)
+                try:
+                    _commit_next(store)
+                except DeltaStoreError as error:
+                    outcome.append(type(error).__name__)
+                finally:
+                    arm_shim(folder, 0, "count")
+                if _refs_of(store) != before:
+                    outcome.insert(0, "landed")
+                step = _commit_next(store)  # the same store, now that the disk works again
+                assert assert_exact(store, "main") == step
+                assert_all_exact(store)
+                assert_log_dense(store)
+        except Exception as error:
+            error.add_note(f"after a disk that was {mode} from call {number} on: {outcome}")
+            raise
+    return ", ".join(outcome)

@@ -37,14 +37,21 @@ def raw(tensor: torch.Tensor) -> bytes:
 
 
 def special_patterns(itemsize: int) -> np.ndarray:
-    """uint8[n, itemsize]: zeros of both signs, NaNs with payloads, infinities, denormals and extremes of the usual float formats."""
+    """uint8[n, itemsize]: zeros of both signs, NaNs with payloads, infinities, denormals, extremes of usual float formats."""
     width = min(itemsize, 8)
     bits = 8 * width
     sign, full = 1 << (bits - 1), (1 << bits) - 1
     values = {0, 1, 2, sign, sign | 1, sign - 1, full, full - 1}
     for mantissa in {1: (2, 3), 2: (7, 10), 4: (23,), 8: (52, 23 + 32)}[width]:
         infinity = (sign - 1) >> mantissa << mantissa
-        for magnitude in (infinity, infinity + 1, infinity | 1 << (mantissa - 1), infinity - 1, 1 << mantissa, (1 << mantissa) - 1):
+        for magnitude in (
+            infinity,
+            infinity + 1,
+            infinity | 1 << (mantissa - 1),
+            infinity - 1,
+            1 << mantissa,
+            (1 << mantissa) - 1,
+        ):
             values |= {magnitude, magnitude | sign}
     words = np.array(sorted(values), f"<u{width}").view(np.uint8).reshape(-1, width)
     return np.tile(words, itemsize // width)
@@ -95,7 +102,9 @@ def same(found: Any, expected: Any) -> bool:
     if isinstance(expected, (list, tuple)):
         return len(found) == len(expected) and all(map(same, found, expected))
     if isinstance(expected, dict):
-        if isinstance(expected, OrderedDict) and not same(getattr(found, "_metadata", None), getattr(expected, "_metadata", None)):
+        if isinstance(expected, OrderedDict) and not same(
+            getattr(found, "_metadata", None), getattr(expected, "_metadata", None)
+        ):
             return False
         return same(list(found.keys()), list(expected.keys())) and same(list(found.values()), list(expected.values()))
     return bool(found == expected)

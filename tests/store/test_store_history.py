@@ -66,9 +66,9 @@ def test_every_way_to_name_a_commit(store: DeltaStore, line: list[str]) -> None:
 @pytest.mark.parametrize(
     "revision",
     [
-        "nothing", "main~6", "main~999999999", "main~9999999999999999999999", "main~x", "v1@{step=10}", "main@{step=11}", "main@{}",
-        "main@{step=}", "main@{stop=10}", "main@{step=10", "01234567", "0" * 64, "0" * 65, "abcdef", "Main", "main ", " main", "main~-1",
-        "main@{step=nan}", "main@{step=inf}", "~1", "@{step=1}", "é", "main\n", "main\0", "x" * 10_000, "HEAD", "main^",
+        "nothing", "main~6", "main~999999999", "main~9999999999999999999999", "main~x", "v1@{step=10}", "main@{step=11}",
+        "main@{}", "main@{step=}", "main@{stop=10}", "main@{step=10", "01234567", "0" * 64, "0" * 65, "abcdef", "Main", "main ",
+        " main", "main~-1", "main@{step=nan}", "main@{step=inf}", "~1", "@{step=1}", "é", "main\n", "main\0", "x" * 10_000, "HEAD", "main^",
     ],
 )  # fmt: skip
 def test_revisions_that_name_nothing(steady: tuple[DeltaStore, list[str]], revision: str) -> None:
@@ -187,8 +187,8 @@ def test_commit_ids_are_functions_of_content_and_history(store: DeltaStore, line
 
 GOOD = ["a", "A9", "exp/lr3", "v1.0.0", "a_b-c.d/e", "x" * 255, "release-2024.05", "abcdef0", "deadbee", "0", "a/"]
 BAD = [
-    "", " ", "a b", "-a", ".a", "/a", "_a", "a..b", "a~1", "a@{x=1}", "a@b", "ü", "a\n", "a\0", "x" * 256, "deadbeef", "0" * 8, "0" * 64,
-    "DEADBEEF", "0" * 80, "a:b", "a\\b", "a*", "\ud800", None, 3, b"a",
+    "", " ", "a b", "-a", ".a", "/a", "_a", "a..b", "a~1", "a@{x=1}", "a@b", "ü", "a\n", "a\0", "x" * 256, "deadbeef", "0" * 8,
+    "0" * 64, "DEADBEEF", "0" * 80, "a:b", "a\\b", "a*", "\ud800", None, 3, b"a",
 ]  # fmt: skip
 
 
@@ -312,7 +312,7 @@ def test_threads_share_a_store(store: DeltaStore) -> None:
             for step in range(4):
                 commit = store.commit({"w": torch.full((100,), number * 10 + step)}, branch=f"branch-{number % 2}")
                 assert int(store.checkout(commit.id)["w"].load()[0]) == number * 10 + step
-        except BaseException as error:  # noqa: BLE001
+        except BaseException as error:
             failures.append(error)
 
     failures: list[BaseException] = []
@@ -420,9 +420,12 @@ def test_a_store_pickles_as_its_address(store: DeltaStore, folder: Path, line: l
         assert other.get_commit().id == line[5]
         made = other.commit(state(9))
     assert store.get_commit() == made
-    with DeltaStore(folder, read_only=True, trust="none") as strict, pickle.loads(pickle.dumps(strict)) as other:
-        with pytest.raises(ReadOnlyError):
-            other.commit(state(1))
+    with (
+        DeltaStore(folder, read_only=True, trust="none") as strict,
+        pickle.loads(pickle.dumps(strict)) as other,
+        pytest.raises(ReadOnlyError),
+    ):
+        other.commit(state(1))
 
 
 def test_read_only(folder: Path, store: DeltaStore, line: list[str]) -> None:

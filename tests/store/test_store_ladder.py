@@ -114,9 +114,7 @@ def test_each_span_has_packs_of_its_own(trained: tuple[Path, list[dict[str, byte
 def test_edges_are_those_of_the_documents(trained: tuple[Path, list[dict[str, bytes]]]) -> None:
     """commit → structure, manifests and packs it brought; manifest → every pack of its table; nothing else."""
     folder = trained[0]
-    found = set(
-        sql(folder, "SELECT s.key, t.key FROM edge JOIN object s ON s.id = source_id JOIN object t ON t.id = target_id")
-    )
+    found = set(sql(folder, "SELECT s.key, t.key FROM edge JOIN object s ON s.id = source_id JOIN object t ON t.id = target_id"))
     expected = set()
     with DeltaStore(folder) as store:
         for number in range(COMMITS):

@@ -129,7 +129,11 @@ def test_a_bare_tensor_and_an_empty_state(store: DeltaStore) -> None:
 
 
 def test_leaves_are_found_by_name_and_by_typed_path(store: DeltaStore) -> None:
-    state = {"optimizer": {"state": {0: {"m": torch.tensor([1])}}}, "list": [torch.tensor([2]), (torch.tensor([3]),)], "a.b": torch.tensor(4)}
+    state = {
+        "optimizer": {"state": {0: {"m": torch.tensor([1])}}},
+        "list": [torch.tensor([2]), (torch.tensor([3]),)],
+        "a.b": torch.tensor(4),
+    }
     store.commit(state)
     snapshot = store.checkout()
     assert list(snapshot) == ["optimizer.state.0.m", "list.0", "list.1.0", "a.b"]
@@ -199,7 +203,7 @@ def test_ties_into_separate_tensors_fill_both(store: DeltaStore) -> None:
 def test_separate_values_do_not_go_into_tied_tensors(store: DeltaStore) -> None:
     store.commit({"a": torch.ones(4), "b": torch.zeros(4)})
     shared = torch.full((4,), 7.0)
-    with pytest.raises(IncompatibleStateError, match="'a'.*'b'|'b'.*'a'"):
+    with pytest.raises(IncompatibleStateError, match=r"'a' and 'b' are one tensor"):
         store.checkout().load_into({"a": shared, "b": shared})
     assert raw(shared) == raw(torch.full((4,), 7.0))
     store.commit({"a": torch.ones(4), "b": torch.ones(4)})  # equal values fit
@@ -243,7 +247,9 @@ def test_a_module_and_its_state_dict_give_the_same_tree(store: DeltaStore) -> No
 # -- anything ---------------------------------------------------------------------------------------------------------
 
 scalars = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.binary(max_size=5))
-keys = st.one_of(st.none(), st.booleans(), st.integers(-3, 3), st.floats(allow_nan=False), st.text(max_size=3), st.binary(max_size=3))
+keys = st.one_of(
+    st.none(), st.booleans(), st.integers(-3, 3), st.floats(allow_nan=False), st.text(max_size=3), st.binary(max_size=3)
+)
 tensors = st.builds(
     lambda data, dtype: torch.frombuffer(bytearray(data * 8 or b"\0" * 8), dtype=torch.uint8).view(dtype).clone(),
     st.binary(max_size=4),
