@@ -19,8 +19,9 @@ from deltastore.chunk_reader import ChunkReader, ReadJob
 from deltastore.digests import chunk_digest, tensor_digest, tree_digest
 from deltastore.errors import DeltaStoreError, FormatError
 from deltastore.formats import StoredFile
-from deltastore.history import History, Version
+from deltastore.history import History, Version, read_object
 from deltastore.index.index import Index
+from deltastore.index.records import CommitRecord
 from deltastore.layout import pack_key
 from deltastore.manifests import ChunkRow
 
@@ -96,6 +97,7 @@ def run_verify(
             if key in broken_objects:
                 work.add(key, broken_objects[key], commit_id)
         try:
+            _check_document(bucket, index, history.record(commit_id), work)
             version = history.version(commit_id)
             _check_manifests(version, reader, commit_id, work)
             _check_version(version, reader, commit_id, work)
@@ -108,6 +110,13 @@ def run_verify(
             progress(1)
     problems = tuple(Problem(key, message, tuple(sorted(commits))) for (key, message), commits in work.problems.items())
     return VerifyReport(work.commits, work.objects, work.chunks, work.bytes_read, problems)
+
+
+def _check_document(bucket: Bucket, index: Index, record: CommitRecord, work: _Work) -> None:
+    """A commit document is byte for byte the log entry that the index holds."""
+    for entry in index.oplog(record.seq - 1, limit=1):
+        if entry.commit_id == record.id and entry.body != read_object(bucket, record.object_key):
+            work.add(record.object_key, "is not the document that was committed, which the index holds", record.id)
 
 
 def _check_manifests(version: Version, reader: ChunkReader, commit_id: str, work: _Work) -> None:

@@ -16,7 +16,7 @@ import torch
 from independent_packs import PLACES
 from independent_reader import Store, read_store, unpack
 
-from deltastore import DeltaStore
+from deltastore import DeltaStore, reflog
 from deltastore.dtypes import DTYPES
 
 STORABLE = [getattr(torch, dtype.name) for dtype in DTYPES if hasattr(torch, dtype.name)]
@@ -141,10 +141,6 @@ def fill(made: Committed) -> None:
     library.delete_tag("nothing")
     library.reset_branch("dtypes", revision="dtypes~1")
     made.commit(every, "again", branch="dtypes")
-    for at in range(120):  # past 256 log entries, where a snapshot is due
-        library.create_tag(f"tag-{at}", revision="odd")
-        if at % 2:
-            library.delete_tag(f"tag-{at}")
 
 
 def seen_as(dtype: torch.dtype, data: np.ndarray[Any, Any]) -> torch.Tensor:
@@ -159,7 +155,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Committed]:
     folder = tmp_path_factory.mktemp("independent") / "store"
     with DeltaStore.create(folder) as library:
         committed = Committed(folder, library)
-        fill(committed)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(reflog, "SNAPSHOT_INTERVAL", 32)  # readers take snapshots as they come
+            fill(committed)
         yield committed
 
 
@@ -171,7 +169,7 @@ def seen(made: Committed) -> Store:
 def test_refs_are_those_of_the_library(made: Committed, seen: Store) -> None:
     assert seen.refs == {ref.name: (ref.kind, ref.commit_id) for ref in made.library.list_refs()}
     assert {"main", "exp/adam", "first", "trained", "dtypes", "odd"} < seen.refs.keys()
-    assert list((made.folder / "refs/snapshot").rglob("*.json")), "no snapshot was written, so none was read"
+    assert len(list((made.folder / "refs/snapshot").rglob("*.json"))) > 2, "a reader of the log compares its refs with them"
 
 
 def test_commits_are_those_of_the_library(made: Committed, seen: Store) -> None:
@@ -214,7 +212,7 @@ def test_names_of_leaves(seen: Store) -> None:
 
 
 def test_what_the_format_says_of_packs_and_manifests(made: Committed, seen: Store) -> None:
-    """Tables are closed, sizes are right, spans never fall along bases and are at most seven of a kind; all codecs and spans occur."""
+    """Tables are closed, sizes are right, spans never fall along bases, at most seven are alike; all codecs and spans occur."""
     packs = seen.packs
     codecs: set[str] = set()
     spans: set[int] = set()
@@ -263,6 +261,6 @@ def test_a_flipped_bit_is_seen(made: Committed, tmp_path: Path, kind: str) -> No
     data = bytearray(path.read_bytes())
     data[-40] ^= 1
     path.write_bytes(data)
-    with pytest.raises((AssertionError, ValueError, KeyError)):
+    with pytest.raises((AssertionError, ValueError, KeyError, OSError)):
         for version in read_store(tmp_path / "store").commits.values():
             assert version.tensors

@@ -19,9 +19,7 @@ from warm_process import WarmProcess  # noqa: E402
 def work() -> Iterator[Path]:
     """A folder for stores, in memory where the system has one: a killed process leaves the same on both."""
     memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(
-        prefix="deltastore-", dir=memory if os.access(memory, os.W_OK) else None
-    ) as folder:
+    with tempfile.TemporaryDirectory(prefix="deltastore-", dir=memory if os.access(memory, os.W_OK) else None) as folder:
         yield Path(folder)
 
 

@@ -549,13 +549,24 @@ def _assert_refused_as_full(store: DeltaStore, path: Path) -> None:
 
 
 def _mount_small(mount_point: str) -> bool:
+    """Mount a file system that only this process sees: as root, or as root of a user namespace of its own."""
     libc = ctypes.CDLL(None, use_errno=True)
-    user, mounts = 0x10000000, 0x00020000  # CLONE_NEWUSER, CLONE_NEWNS
-    if libc.unshare(user | mounts) != 0:
-        return False
-    private_recursive = 1 << 18 | 1 << 14
-    libc.mount(b"none", b"/", None, private_recursive, None)
-    return bool(libc.mount(b"tmpfs", os.fsencode(mount_point), b"tmpfs", 0, b"size=2m") == 0)
+    new_mounts, new_users = 0x00020000, 0x10000000  # CLONE_NEWNS, CLONE_NEWUSER
+    user, group = os.getuid(), os.getgid()
+    if libc.unshare(new_mounts) != 0:
+        if libc.unshare(new_users | new_mounts) != 0:
+            return False
+        try:
+            Path("/proc/self/setgroups").write_text("deny")
+            Path("/proc/self/uid_map").write_text(f"0 {user} 1")
+            Path("/proc/self/gid_map").write_text(f"0 {group} 1")
+        except OSError:
+            return False
+    recursive_private = 0x4000 | 0x40000  # MS_REC | MS_PRIVATE: nothing of this is seen outside
+    return bool(
+        libc.mount(b"none", b"/", None, recursive_private, None) == 0
+        and libc.mount(b"tmpfs", os.fsencode(mount_point), b"tmpfs", 0, b"size=2m") == 0
+    )
 
 
 def fail_at_calls(moments: list[dict[str, Any]]) -> list[str]:

@@ -57,7 +57,7 @@ def test_an_error_at_every_operation(after: bool, work: Path) -> None:
                 assert landed
                 assert [text for text in caught if "log entry could not be written" not in text] == []
                 assert len(caught) == fired
-                only_warned += [labels[number - 1]] * fired
+                only_warned += [labels[number - 1]] if fired else []
             commit(store, step + landed)  # the same store, right away
             assert assert_exact(store, "main") == step + landed
             if number > len(labels):

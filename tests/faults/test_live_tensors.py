@@ -23,9 +23,9 @@ def words_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
 def live_state() -> dict[str, Any]:
     torch.manual_seed(3)
     return {
-        "large": torch.randn(3 << 19).bfloat16(),  # two chunks
+        "large": torch.randn((1 << 20) + 5000).bfloat16(),  # two chunks
         "small": torch.randn(5000),
-        "frozen": torch.nn.Parameter(torch.randn(30_000).bfloat16(), requires_grad=False),
+        "frozen": torch.nn.Parameter(torch.randn(20_000).bfloat16(), requires_grad=False),
     }
 
 

@@ -70,9 +70,7 @@ def test_different_branches_never_conflict(warm: WarmProcess, work: Path) -> Non
     folder = work / "store"
     warm.call(prepare, folder=folder, commits=1)
     start = soon()
-    writers = [
-        {"folder": folder, "branch": f"writer-{n}", "first_step": 100 * n, "commits": 5, "start": start} for n in range(4)
-    ]
+    writers = [{"folder": folder, "branch": f"writer-{n}", "first_step": 100 * n, "commits": 5, "start": start} for n in range(4)]
     results = warm.call_all(write_many, writers)
     assert [result["warnings"] for result in results] == [[], [], [], []]
     with DeltaStore(folder) as store:

@@ -45,9 +45,7 @@ class WarmProcess:
             raise RuntimeError(f"the warm process did not start: {ready!r}; see its standard error")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
     def close(self) -> None:
