@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 
 from deltastore.chunk_reader import Array, ChunkReader, ReadJob
-from deltastore.history import Version
 from deltastore.options import CHUNK_ELEMENTS
 from deltastore.regions import Region
 from deltastore.state import TensorSink
+from deltastore.versions import Version
 
 
 def plan_tensor(version: Version, tensor: int, sink: TensorSink, label: str | None = None) -> Iterator[ReadJob]:

@@ -10,19 +10,22 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
+from deltastore.buffers import as_memory
 from deltastore.errors import FormatError, UnsupportedFormatError
 from deltastore.layout import shorten
+
+if TYPE_CHECKING:
+    from deltastore.buffers import Bytes
 
 MAX_HEADER_BYTES = 32 << 10  # of JSON; known before anything is parsed
 PAYLOAD = "payload"
 
 _DTYPES: dict[str, np.dtype[Any]] = {"U8": np.dtype("u1"), "U32": np.dtype("<u4"), "U64": np.dtype("<u8")}
 
-Bytes = bytes | memoryview | np.ndarray[Any, np.dtype[np.uint8]]
 Column = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -43,11 +46,6 @@ class Head:
     columns: dict[str, Column]
     length: int
     payload: int  # bytes of the payload tensor, 0 when the file has none
-
-
-def as_memory(data: Bytes) -> memoryview:
-    """A view of bytes; the type checker only learns in Python 3.12 that an array is a buffer."""
-    return memoryview(cast("bytes", data))
 
 
 def build_head(

@@ -31,9 +31,9 @@ from deltastore.buckets.base import Bucket, Upload
 from deltastore.chunk_reader import ChunkReader
 from deltastore.chunk_writer import ChunkWriter, WrittenPack
 from deltastore.encoder import Depths
-from deltastore.errors import IntegrityError, InvalidInputError, RefConflictError, StorageError, StoreFencedError
+from deltastore.errors import IntegrityError, InvalidInputError, RefConflictError, StorageError, StoreFencedError, short_name
 from deltastore.formats import CommitDocument, Identity, Publish, RefEntry, to_bytes
-from deltastore.history import Commit, History, Version, check_ref_name, shorten
+from deltastore.history import Commit, check_ref_name
 from deltastore.index.index import Index
 from deltastore.index.records import Publication, Published, RefMovement
 from deltastore.manifests import PackRef
@@ -42,6 +42,7 @@ from deltastore.placement import NewObject, Placed, place
 from deltastore.reflog import RefLog
 from deltastore.scanner import Content, Scanner
 from deltastore.state import FlatState, TensorSource
+from deltastore.versions import Version, Versions
 
 MAX_METADATA_BYTES = 64 << 10
 MAX_REBASES = 100
@@ -83,11 +84,11 @@ class Committer:
     """The writer's side of one open store. One commit at a time; `commit` blocks until the one before is done."""
 
     def __init__(
-        self, bucket: Bucket, index: Index, history: History, reader: ChunkReader, log: RefLog, *, baseline: bool
+        self, bucket: Bucket, index: Index, versions: Versions, reader: ChunkReader, log: RefLog, *, baseline: bool
     ) -> None:
         self._bucket = bucket
         self._index = index
-        self._history = history
+        self._versions = versions
         self._reader = reader
         self._log = log
         self._baseline = Baseline(keep=baseline)
@@ -130,7 +131,7 @@ class Committer:
     ) -> Commit:
         self._log.fill_holes()
         head = self._head(request)
-        parent = None if head is None else self._history.version(head)
+        parent = None if head is None else self._versions.get(head)
         session = self._open_session()
         writer = ChunkWriter(
             self._bucket,
@@ -281,7 +282,7 @@ class Committer:
         actual = conflict.actual
         if actual is None or (head is not None and not self._index.is_ancestor(head, actual)):
             raise conflict
-        record = self._history.record(actual)
+        record = self._index.commits([actual])[actual]
         if branch not in self._warned:
             self._warned.add(branch)
             warnings.warn(
@@ -297,7 +298,7 @@ class Committer:
         version = Version(self._bucket, self._reader, document, content.structure)
         for shard, manifest in enumerate(placed.manifests):
             version.seed_manifest(shard, manifest)
-        self._history.remember(published.commit_id, version)
+        self._versions.remember(published.commit_id, version)
         self._depths.retain({(row.pack_id, row.row) for rows in content.rows for row in rows})
         return Commit.from_identity(published.commit_id, document.identity)
 
@@ -338,7 +339,7 @@ def _checked_request(request: CommitRequest) -> dict[str, Any]:
     for name, data in request.files.items():
         _check_file_name(name)
         if len(data) > MAX_FILE_BYTES:
-            raise InvalidInputError(f"file {shorten(name)!r} has {len(data)} bytes; files= takes up to {MAX_FILE_BYTES} each")
+            raise InvalidInputError(f"file {short_name(name)!r} has {len(data)} bytes; files= takes up to {MAX_FILE_BYTES} each")
     return metadata
 
 

@@ -12,9 +12,10 @@ from typing import Literal
 import numpy as np
 
 from deltastore.chunk_reader import ChunkReader, ReadJob
-from deltastore.history import Commit, TensorInfo, Version, match_leaves
+from deltastore.history import Commit
 from deltastore.manifests import ChunkRow
 from deltastore.state import Path
+from deltastore.versions import TensorInfo, Version, match_leaves
 
 Status = Literal["added", "removed", "reshaped", "changed"]
 

@@ -30,6 +30,11 @@ from __future__ import annotations
 from typing import Self
 
 
+def short_name(name: str, limit: int = 120) -> str:
+    """A name for a message: very long ones lose their middle."""
+    return name if len(name) <= limit else f"{name[: limit // 2]}…{name[-limit // 3 :]}"
+
+
 class DeltaStoreError(Exception):
     """Base of all errors of this library."""
 

@@ -11,14 +11,17 @@ import hashlib
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from deltastore.columns import Bytes, ColumnSpec, build_head, parse_head
+from deltastore.columns import ColumnSpec, build_head, parse_head
 from deltastore.errors import FormatError, InvalidInputError
 from deltastore.layout import is_id, shorten
 from deltastore.options import MANIFEST_ROWS
+
+if TYPE_CHECKING:
+    from deltastore.buffers import Bytes
 
 KIND = "deltastore manifest"
 CUT_FROM_ROWS = 1024  # a manifest with this many rows may be cut where the hash of a path says so

@@ -11,14 +11,18 @@ import re
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from deltastore.columns import Bytes, ColumnSpec, as_memory, build_head, head_length, parse_head
+from deltastore.buffers import as_memory
+from deltastore.columns import ColumnSpec, build_head, head_length, parse_head
 from deltastore.errors import FormatError, InvalidInputError
 from deltastore.layout import is_id, shorten
 from deltastore.options import MAX_CHUNK_BYTES
+
+if TYPE_CHECKING:
+    from deltastore.buffers import Bytes
 
 __all__ = ["BuiltPack", "PackColumns", "PackEntry", "StoredEntry", "build_pack", "head_length"]
 

@@ -11,10 +11,10 @@ from deltastore.chunk_reader import ChunkReader
 from deltastore.chunk_writer import WrittenPack
 from deltastore.encoder import Depths, chain_packs
 from deltastore.formats import ManifestPlace, ObjectPlace, PackPlace, Placement, StructureDocument, to_bytes
-from deltastore.history import Version
 from deltastore.index.records import ObjectKind
 from deltastore.manifests import ChunkRow, Manifest
 from deltastore.scanner import Content
+from deltastore.versions import Version
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,13 +22,13 @@ from deltastore.codecs import Word
 from deltastore.digests import chunk_digest, tensor_digest, tree_digest
 from deltastore.dtypes import dtype_of
 from deltastore.encoder import ChunkEncoder, ChunkOutcome, ChunkTask, Depths
+from deltastore.errors import short_name
 from deltastore.formats import StoredFile, StoredTensor, StructureDocument
-from deltastore.history import Version, shorten
 from deltastore.index.index import Index
 from deltastore.manifests import ChunkRow, cut_manifests
 from deltastore.options import CHUNK_ELEMENTS, INLINE_FILE_BYTES, INLINE_VALUES_BYTES, worker_count
 from deltastore.state import FlatState, TensorSource
-
+from deltastore.versions import Version
 
 BATCH_BYTES = 512 << 10  # small chunks are scanned together up to this size
 
@@ -169,9 +169,7 @@ class Scanner:
                     tree = {"d": [[each.path[0], {"x": number}] for number, each in enumerate(scanned)]}
                     values = []
                 packed: Any = [canonical.pack(value) for value in values]
-                extra = [
-                    (FilePath(name), ByteSource(data)) for name, data in files.items() if len(data) > INLINE_FILE_BYTES
-                ]
+                extra = [(FilePath(name), ByteSource(data)) for name, data in files.items() if len(data) > INLINE_FILE_BYTES]
                 body = canonical.dumps(packed)
                 if len(body) > INLINE_VALUES_BYTES:
                     extra.append((VALUES_PATH, ByteSource(body)))
@@ -224,7 +222,7 @@ class Scanner:
         parents = self._parent_rows(path, source.dtype, nbytes, chunk_bytes)
         baseline = self._baseline.tensor(path, nbytes, chunk_bytes, chunks, frozen=source.frozen)
         word = Word(dtype.word, dtype.floating)
-        label = f"file {path.name!r}" if isinstance(path, FilePath) else f"tensor {shorten('.'.join(map(str, path)))!r}"
+        label = f"file {path.name!r}" if isinstance(path, FilePath) else f"tensor {short_name('.'.join(map(str, path)))!r}"
         for index in range(chunks):
             start, stop = index * CHUNK_ELEMENTS, min((index + 1) * CHUNK_ELEMENTS, elements)
             parent = parents[index] if index < len(parents) else None
@@ -244,9 +242,7 @@ class Scanner:
         """Take the outcome of a task: its entries into packs, its row into the version."""
         row = outcome.row
         for entry in outcome.entries:
-            added = (
-                self._new_full.get(entry.digest) if entry.base is None else None
-            )  # the same content twice in this commit
+            added = self._new_full.get(entry.digest) if entry.base is None else None  # the same content twice in this commit
             if added is None:
                 place = self._writer.add(entry)
                 self._depths.add(place, entry)
@@ -312,9 +308,7 @@ def _structure(tree: Any, scanned: list[_Scanned], files: Mapping[str, bytes]) -
 
 
 def _path_bytes(path: Any) -> bytes:
-    return canonical.dumps(
-        ["file", path.name] if isinstance(path, FilePath) else [canonical.pack(part) for part in path]
-    )
+    return canonical.dumps(["file", path.name] if isinstance(path, FilePath) else [canonical.pack(part) for part in path])
 
 
 def _joined(rows: Iterable[ChunkRow]) -> bytes:

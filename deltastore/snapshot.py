@@ -17,12 +17,13 @@ import numpy as np
 
 from deltastore import canonical, checkout, tensors
 from deltastore.chunk_reader import ChunkReader, ReadJob
-from deltastore.errors import IncompatibleStateError, IntegrityError, InvalidInputError, TensorNotFoundError
+from deltastore.errors import IncompatibleStateError, IntegrityError, InvalidInputError, TensorNotFoundError, short_name
 from deltastore.files import CheckpointWriter
-from deltastore.history import Commit, Version, match_leaves, shorten
+from deltastore.history import Commit
 from deltastore.progress import progress_bar
 from deltastore.regions import Region
 from deltastore.state import TensorSink, path_name, unflatten, unique_leaf_names
+from deltastore.versions import Version, match_leaves
 
 
 class LazyTensor:
@@ -64,7 +65,7 @@ class LazyTensor:
         return LazyTensor(self._version, self._reader, self.name, self._number, self._region.narrow(index))
 
     def __repr__(self) -> str:
-        return f"LazyTensor({shorten(self.name)!r}, {self.dtype_name}, shape={list(self.shape)})"
+        return f"LazyTensor({short_name(self.name)!r}, {self.dtype_name}, shape={list(self.shape)})"
 
     def tobytes(self) -> bytes:
         """The raw bytes of the selected elements, row-major, little-endian. Needs no torch."""
@@ -119,12 +120,12 @@ class Snapshot(Mapping[str, LazyTensor]):
             return self._lazy(path_name(name), number)
         if name in self._ambiguous:
             raise IncompatibleStateError(
-                f"two tensors are called {shorten(name)!r}; ask for one of them by its path, a tuple of keys"
+                f"two tensors are called {short_name(name)!r}; ask for one of them by its path, a tuple of keys"
             )
         if name not in self._numbers:
             near = difflib.get_close_matches(str(name)[:200], self._numbers, n=3)
             hint = f"did you mean {', '.join(near)}?" if near else f"see `deltastore show {self.commit.short_id}`"
-            raise TensorNotFoundError(f"commit {self.commit.short_id} has no tensor {shorten(str(name))!r}; {hint}")
+            raise TensorNotFoundError(f"commit {self.commit.short_id} has no tensor {short_name(str(name))!r}; {hint}")
         return self._lazy(name, self._numbers[name])
 
     def _number_at(self, path: tuple[Any, ...]) -> int | None:
@@ -148,7 +149,7 @@ class Snapshot(Mapping[str, LazyTensor]):
         return isinstance(name, str) and name in self._numbers
 
     def __repr__(self) -> str:
-        return f"Snapshot({self.commit.short_id} {shorten(self.commit.message, 60)!r}, {len(self)} tensors)"
+        return f"Snapshot({self.commit.short_id} {short_name(self.commit.message, 60)!r}, {len(self)} tensors)"
 
     @property
     def nbytes(self) -> int:
@@ -168,7 +169,7 @@ class Snapshot(Mapping[str, LazyTensor]):
                     return file.data or b""
                 return checkout.read_bytes(self._version, self._reader, file.tensor)
         raise TensorNotFoundError(
-            f"commit {self.commit.short_id} has no file {shorten(name)!r}; it has {', '.join(self.files) or 'none'}"
+            f"commit {self.commit.short_id} has no file {short_name(name)!r}; it has {', '.join(self.files) or 'none'}"
         )
 
     # -- loading ------------------------------------------------------------------------------------------------------
@@ -261,7 +262,7 @@ class Snapshot(Mapping[str, LazyTensor]):
         plan: dict[int, tuple[int, tensors.TorchSink]] = {}
         for each, number in matched:
             if each.tie not in plan:
-                plan[each.tie] = number, tensors.TorchSink(each.tensor, name=f"tensor {shorten(each.name)!r}")
+                plan[each.tie] = number, tensors.TorchSink(each.tensor, name=f"tensor {short_name(each.name)!r}")
         jobs = (job for number, sink in plan.values() for job in checkout.plan_tensor(self._version, number, sink))
         with progress_bar("load", sum(self._version.tensors[number].nbytes for number, _ in plan.values())) as done:
             try:
@@ -279,13 +280,13 @@ class Snapshot(Mapping[str, LazyTensor]):
             name, chosen = first.setdefault(each.tie, (each.name, number))
             if chosen != number and self._digests(chosen) != self._digests(number):
                 problems.append(
-                    f"{shorten(name)!r} and {shorten(each.name)!r} are one tensor, the commit has other values for each"
+                    f"{short_name(name)!r} and {short_name(each.name)!r} are one tensor, the commit has other values for each"
                 )
             info = self._version.tensors[number]
             found = (tensors.from_torch_dtype(each.tensor.dtype), tuple(each.tensor.shape))
             if found != (info.dtype.name, info.shape):
                 problems.append(
-                    f"{shorten(each.name)!r} is {found[0]}{list(found[1])}, the commit has {info.dtype.name}{list(info.shape)}"
+                    f"{short_name(each.name)!r} is {found[0]}{list(found[1])}, the commit has {info.dtype.name}{list(info.shape)}"
                 )
         if problems:
             raise IncompatibleStateError(
@@ -335,7 +336,7 @@ class Snapshot(Mapping[str, LazyTensor]):
     def _jobs_into_files(self, names: list[str], writer: CheckpointWriter) -> Iterator[ReadJob]:
         for name, (_, number) in zip(names, self._version.leaves, strict=True):
             target: TensorSink = writer.sink(name)
-            yield from checkout.plan_tensor(self._version, number, target, f"tensor {shorten(name)!r}")
+            yield from checkout.plan_tensor(self._version, number, target, f"tensor {short_name(name)!r}")
 
 
 def _is_cpu(device: Any) -> bool:
@@ -363,13 +364,14 @@ def _mismatch(commit: str, missing: list[str], unexpected: list[str], names: lis
         shown = []
         for name in missing[:5]:
             near = difflib.get_close_matches(name[:200], names, n=1)
-            shown.append(f"{shorten(name)!r}" + (f" (nearest in the commit: {near[0]!r})" if near else ""))
-        parts.append(
-            f"{len(missing)} of the target's tensors are not in the commit: {', '.join(shown)}{', …' if len(missing) > 5 else ''}"
-        )
+            shown.append(f"{short_name(name)!r}" + (f" (nearest in the commit: {near[0]!r})" if near else ""))
+        parts.append(f"{len(missing)} of the target's tensors are not in the commit: {_listed(shown, len(missing))}")
     if unexpected:
-        shown = [f"{shorten(name)!r}" for name in unexpected[:5]]
-        parts.append(
-            f"{len(unexpected)} of the commit's are not in the target: {', '.join(shown)}{', …' if len(unexpected) > 5 else ''}"
-        )
-    return f"commit {commit} does not fit the target: {'; '.join(parts)}. Nothing was written. Use strict=False to copy what is common."
+        shown = [f"{short_name(name)!r}" for name in unexpected[:5]]
+        parts.append(f"{len(unexpected)} of the commit's are not in the target: {_listed(shown, len(unexpected))}")
+    found = f"commit {commit} does not fit the target: {'; '.join(parts)}"
+    return f"{found}. Nothing was written. Use strict=False to copy what is common."
+
+
+def _listed(shown: list[str], count: int) -> str:
+    return ", ".join(shown) + (", …" if count > len(shown) else "")

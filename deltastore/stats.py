@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from deltastore.buckets.base import Bucket
 from deltastore.dtypes import dtype_of
 from deltastore.formats import StructureDocument, parse_structure
-from deltastore.history import read_object
 from deltastore.index.index import Index
+from deltastore.versions import read_object
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,46 +9,35 @@ import getpass
 import os
 import socket
 import threading
-import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from pathlib import Path
+from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from deltastore import layout
 from deltastore.buckets import open_bucket
-from deltastore.buckets.base import Bucket, Upload
-from deltastore.buckets.folder import FolderBucket
-from deltastore.chunk_reader import ChunkReader
 from deltastore.errors import (
     AlreadyExistsError,
-    IndexSchemaError,
     InvalidInputError,
     ReadOnlyError,
     RefConflictError,
     RevisionNotFoundError,
-    StorageError,
-    StoreNotFoundError,
 )
-from deltastore.formats import EpochDocument, RefEntry, StoreDocument, parse_store, to_bytes
 from deltastore.history import Commit, History, check_ref_name
-from deltastore.index.index import Index
 from deltastore.index.records import RefMovement, RefRecord
-from deltastore.options import MAX_FILE_BYTES
+from deltastore.opening import make_store, now, open_index
 from deltastore.progress import progress_bar
-from deltastore.reflog import RefLog
 
 if TYPE_CHECKING:
+    from deltastore.chunk_reader import ChunkReader
     from deltastore.commit import Committer
     from deltastore.diff import Diff
+    from deltastore.reflog import RefLog
     from deltastore.snapshot import Snapshot
     from deltastore.stats import StoreStats
     from deltastore.verify import VerifyReport
-
-FIRST_EPOCH = 1
-INDEX_NAME = "index.sqlite"
+    from deltastore.versions import Versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +85,8 @@ class DeltaStore:
             "baseline": baseline,
         }
         self._bucket = open_bucket(self.address)
-        document = _read_store_document(self._bucket, self.address)
-        self._index = _open_index(self._bucket, document, read_only=read_only)
-        self._reader = ChunkReader(self._bucket, verify_digests=trust == "none")
-        self._history = History(self._bucket, self._index, self._reader)
-        self._log = RefLog(self._bucket, self._index)
+        self._index = open_index(self._bucket, self.address, read_only=read_only)
+        self._history = History(self._index)
         self._committer: Committer | None = None
         self._lock = threading.Lock()
         self._closed = False
@@ -124,7 +110,7 @@ class DeltaStore:
             if not exist_ok:
                 raise AlreadyExistsError(f"{os.fspath(address)} is a deltastore already; open it, or pass exist_ok=True")
             return cls(address, **options)
-        _make_store(bucket)
+        make_store(bucket)
         return cls(address, **options)
 
     # -- life ---------------------------------------------------------------------------------------------------------
@@ -143,6 +129,24 @@ class DeltaStore:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+    @cached_property
+    def _reader(self) -> ChunkReader:
+        from deltastore.chunk_reader import ChunkReader
+
+        return ChunkReader(self._bucket, verify_digests=self._options["trust"] == "none")
+
+    @cached_property
+    def _versions(self) -> Versions:
+        from deltastore.versions import Versions
+
+        return Versions(self._bucket, self._index, self._reader)
+
+    @cached_property
+    def _log(self) -> RefLog:
+        from deltastore.reflog import RefLog
+
+        return RefLog(self._bucket, self._index)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _reopen, (type(self), self.address, self._options)
@@ -189,10 +193,11 @@ class DeltaStore:
         self._check_writable()
         if tag is not None:
             self._check_new_ref(tag)
-        state, own_files = _flattened(source, cast)
-        contents = {**own_files, **{name: _file_bytes(name, value) for name, value in (files or {}).items()}}
         from deltastore.commit import CommitRequest
+        from deltastore.sources import file_bytes, flattened
 
+        state, own_files = flattened(source, cast)
+        contents = {**own_files, **{name: file_bytes(name, value) for name, value in (files or {}).items()}}
         request = CommitRequest(
             message=message,
             branch=branch,
@@ -211,7 +216,7 @@ class DeltaStore:
 
         with self._lock:
             if self._committer is None:
-                parts = self._bucket, self._index, self._history, self._reader, self._log
+                parts = self._bucket, self._index, self._versions, self._reader, self._log
                 self._committer = Committer(*parts, baseline=self._options["baseline"] != "none")
             return self._committer
 
@@ -227,7 +232,7 @@ class DeltaStore:
 
         self._check_open()
         commit = self._history.commit(revision)
-        return Snapshot(commit, self._history.version(commit.id), self._reader)
+        return Snapshot(commit, self._versions.get(commit.id), self._reader)
 
     def list_commits(self, revision: str = "main", limit: int | None = None) -> list[Commit]:
         """First-parent history of a revision, newest first."""
@@ -250,7 +255,7 @@ class DeltaStore:
         from deltastore.diff import run_diff
 
         first, second = self._history.commit(before), self._history.commit(after)
-        return run_diff(self._reader, (first, self._history.version(first.id)), (second, self._history.version(second.id)))
+        return run_diff(self._reader, (first, self._versions.get(first.id)), (second, self._versions.get(second.id)))
 
     def verify(self, revision: str | None = None, *, read_data: bool = False) -> VerifyReport:
         """Check every object that a revision, or all branches and tags, need. Changes nothing.
@@ -259,7 +264,9 @@ class DeltaStore:
             read_data: decode every stored chunk once and compare its digests, too.
         """
         self._check_open()
+        from deltastore.chunk_reader import ChunkReader
         from deltastore.verify import run_verify
+        from deltastore.versions import Versions
 
         if revision is None:
             heads = sorted({ref.commit_id for ref in self._index.refs()})
@@ -268,8 +275,8 @@ class DeltaStore:
             ids = [self._history.resolve(revision)]
         with progress_bar("verify", len(ids), unit="commit") as done:
             reader = ChunkReader(self._bucket)  # nothing that this process remembers may hide damage
-            history = History(self._bucket, self._index, reader)
-            return run_verify(self._bucket, self._index, history, reader, ids, read_data=read_data, progress=done)
+            versions = Versions(self._bucket, self._index, reader)
+            return run_verify(self._bucket, self._index, versions, reader, ids, read_data=read_data, progress=done)
 
     def stats(self) -> StoreStats:
         """Counts, and logical against stored bytes."""
@@ -346,7 +353,9 @@ class DeltaStore:
         old: str | None,
         new: str | None,
     ) -> None:
-        entry = RefEntry(action=action, ref_kind=kind, name=name, old=old, new=new, author=_default_author(), time=_now())
+        from deltastore.formats import RefEntry, to_bytes
+
+        entry = RefEntry(action=action, ref_kind=kind, name=name, old=old, new=new, author=_default_author(), time=now())
         self._log.fill_holes()
         self._index.move_ref(
             RefMovement(
@@ -380,100 +389,9 @@ def _check_option(name: str, value: Any, allowed: tuple[str, ...]) -> None:
         raise InvalidInputError(f"{name}={value!r}; expected one of {', '.join(map(repr, allowed))}")
 
 
-def _read_store_document(bucket: Bucket, address: str) -> StoreDocument:
-    try:
-        data = bucket.get(layout.STORE_KEY)
-    except StorageError as error:
-        if error.kind == "missing":
-            raise StoreNotFoundError(f"no deltastore at {address!r}; make one with `deltastore init {address}`") from error
-        raise
-    return parse_store(data)
-
-
-def _index_path(bucket: Bucket) -> Path:
-    if not isinstance(bucket, FolderBucket):
-        raise InvalidInputError(f"{bucket.url}: this version keeps stores in folders only")
-    return bucket.root / INDEX_NAME
-
-
-def _open_index(bucket: Bucket, document: StoreDocument, *, read_only: bool) -> Index:
-    path = _index_path(bucket)
-    if document.index != "embedded":
-        raise IndexSchemaError(f"{bucket.url} has a shared index, which this version can't open; upgrade deltastore")
-    if not path.exists():
-        raise IndexSchemaError(
-            f"{path} is missing, so branches and history are unknown; all objects are still in the folder: "
-            "put the index back from a backup"
-        )
-    return Index.open(path, read_only=read_only, store_uuid=document.uuid)
-
-
-def _make_store(bucket: Bucket) -> None:
-    """Index first, `store.json` last: a store that was only half made is finished by the next create()."""
-    path = _index_path(bucket)
-    _refuse_nesting(path.parent)
-    if not path.exists():
-        try:
-            Index.create(path, store_uuid=str(uuid.uuid4()), format=1, epoch=FIRST_EPOCH, features=(), created_at=_now()).close()
-        except AlreadyExistsError:
-            pass  # another process was faster
-    with Index.open(path) as index:
-        meta = index.meta()
-    epoch = EpochDocument(epoch=meta.epoch, host=socket.gethostname(), time=meta.created_at, writer=meta.store_uuid)
-    store = StoreDocument(uuid=meta.store_uuid, index="embedded", features=(), created_at=meta.created_at)
-    bucket.put([Upload(layout.epoch_key(meta.epoch), [to_bytes(epoch)])])
-    bucket.put([Upload(layout.STORE_KEY, [to_bytes(store)])])
-
-
-def _refuse_nesting(folder: Path) -> None:
-    for parent in folder.absolute().parents:
-        if (parent / layout.STORE_KEY).is_file() and (parent / INDEX_NAME).exists():
-            raise InvalidInputError(f"{folder} is inside the store {parent}; choose a place outside of it")
-    if folder.is_dir():
-        for inner, _, names in os.walk(folder):
-            if layout.STORE_KEY in names and INDEX_NAME in names:
-                raise InvalidInputError(f"{folder} holds the store {inner}; choose another place")
-
-
-def _flattened(source: Any, cast: Mapping[str, Any] | None) -> tuple[Any, dict[str, bytes]]:
-    """The state of any source, and the files that it brings by itself."""
-    from deltastore import files, tensors
-
-    if isinstance(source, (str, os.PathLike)):
-        checkpoint = files.open_checkpoint(Path(source))
-        state = files.checkpoint_state(checkpoint)
-        return (state if cast is None else tensors.cast_state(state, cast)), {
-            name: path.read_bytes() for name, path in checkpoint.files.items()
-        }
-    if isinstance(source, Iterator):
-        return tensors.iterable_sources(source, cast), {}
-    return tensors.flatten_state(source, cast), tensors.module_files(source)
-
-
-def _file_bytes(name: str, value: str | os.PathLike[str] | bytes) -> bytes:
-    if isinstance(value, bytes):
-        return value
-    if not isinstance(value, (str, os.PathLike)):
-        raise InvalidInputError(f"file {name!r} is a {type(value).__name__}; expected a path or bytes")
-    path = Path(value)
-    try:
-        if path.exists() and not path.is_file():
-            raise InvalidInputError(f"file {name!r}: {value} is no plain file; name a file, or give its bytes")
-        size = path.stat().st_size
-        if size > MAX_FILE_BYTES:
-            raise InvalidInputError(f"file {name!r} has {size} bytes; files= takes up to {MAX_FILE_BYTES} each")
-        return path.read_bytes()
-    except OSError as error:
-        raise InvalidInputError(f"file {name!r}: {value} can't be read: {error.strerror}") from error
-
-
 def _default_author() -> str:
     try:
         user = getpass.getuser()
     except (KeyError, OSError):
         user = str(os.getuid()) if hasattr(os, "getuid") else "unknown"
     return f"{user}@{socket.gethostname()}"
-
-
-def _now() -> str:
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")

@@ -19,11 +19,11 @@ from deltastore.chunk_reader import ChunkReader, ReadJob
 from deltastore.digests import chunk_digest, tensor_digest, tree_digest
 from deltastore.errors import DeltaStoreError, FormatError
 from deltastore.formats import StoredFile
-from deltastore.history import History, Version, read_object
 from deltastore.index.index import Index
 from deltastore.index.records import CommitRecord
 from deltastore.layout import pack_key
 from deltastore.manifests import ChunkRow
+from deltastore.versions import Version, Versions, read_object
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class VerifyReport:
 def run_verify(
     bucket: Bucket,
     index: Index,
-    history: History,
+    versions: Versions,
     reader: ChunkReader,
     commit_ids: Sequence[str],
     *,
@@ -97,8 +97,8 @@ def run_verify(
             if key in broken_objects:
                 work.add(key, broken_objects[key], commit_id)
         try:
-            _check_document(bucket, index, history.record(commit_id), work)
-            version = history.version(commit_id)
+            _check_document(bucket, index, index.commits([commit_id])[commit_id], work)
+            version = versions.get(commit_id)
             _check_manifests(version, reader, commit_id, work)
             _check_version(version, reader, commit_id, work)
             _check_tree(version, reader, commit_id, work, read_data=read_data)

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from deltastore.columns import Bytes, as_memory
+from deltastore.buffers import as_memory
 from deltastore.errors import InvalidInputError
 from deltastore.layout import FOLDERS, STORE_KEY, shorten
+
+if TYPE_CHECKING:
+    from deltastore.buffers import Bytes
 
 MAX_KEY_BYTES = 1024
 MAX_COMPONENT_BYTES = 255

@@ -14,10 +14,10 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from deltastore.buckets.base import Capabilities, ObjectInfo, Upload, check_key, check_prefix
-from deltastore.columns import Bytes, as_memory
+from deltastore.buffers import as_memory
 from deltastore.errors import (
     AlreadyExistsError,
     InvalidInputError,
@@ -26,6 +26,9 @@ from deltastore.errors import (
     StoreFullError,
 )
 from deltastore.layout import FOLDERS, STORE_KEY, new_id
+
+if TYPE_CHECKING:
+    from deltastore.buffers import Bytes
 
 STAGING = ".staging"
 STALE_SECONDS = 24 * 3600  # what a crash left in the staging folder is removed after this time

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 
 from deltastore.buckets.base import Capabilities, ObjectInfo, Upload, check_key, check_prefix, in_folder
-from deltastore.columns import as_memory
+from deltastore.buffers import as_memory
 from deltastore.errors import AlreadyExistsError, InvalidInputError, StorageError
 
 

@@ -96,7 +96,7 @@ def _locate(settings: Settings) -> tuple[Path, StoreDocument]:
     from deltastore.errors import StorageError
     from deltastore.formats import parse_store
     from deltastore.layout import STORE_KEY
-    from deltastore.store import INDEX_NAME
+    from deltastore.opening import INDEX_NAME
 
     address = settings.address()
     bucket = open_bucket(address)

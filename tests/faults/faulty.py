@@ -112,11 +112,11 @@ class Faults:
         ]
         for listener in listeners:
             event.listen(*listener)
-        deltastore.store.open_bucket = self._open_bucket  # type: ignore[assignment]
+        vars(deltastore.store)["open_bucket"] = self._open_bucket
         try:
             yield self
         finally:
-            deltastore.store.open_bucket = open_bucket
+            vars(deltastore.store)["open_bucket"] = open_bucket
             for listener in listeners:
                 event.remove(*listener)
 

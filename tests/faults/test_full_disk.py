@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from probes import commit_above_size_limit, commit_on_a_small_file_system, fail_at_calls, list_calls, prepare
+from disk_probes import commit_above_size_limit, commit_on_a_small_file_system, fail_at_calls
+from kill_probes import list_calls
+from tiny_store import prepare
 from warm_process import WarmProcess
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from probes import SCENARIOS, kill_at_calls, list_calls, prepare, refs_of
+from kill_probes import SCENARIOS, kill_at_calls, list_calls
+from tiny_store import prepare, refs_of
 from warm_process import WarmProcess
 
 pytestmark = pytest.mark.slow

@@ -17,7 +17,8 @@ from deltastore.commit import Committer
 
 def words_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     """The memory of a tensor, as integers of its own width."""
-    return tensor.detach().view(torch.int16 if tensor.itemsize == 2 else torch.int32).numpy().reshape(-1)
+    integers = tensor.detach().view(torch.int16 if tensor.itemsize == 2 else torch.int32)
+    return np.asarray(integers.numpy()).reshape(-1)
 
 
 def live_state() -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from probes import random_kills
+from kill_probes import random_kills
 from warm_process import WarmProcess
 
 pytestmark = pytest.mark.slow

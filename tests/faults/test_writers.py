@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from probes import commit_expecting, create_together, prepare, reset_main, write_many
+from process_probes import commit_expecting, create_together, reset_main, write_many
 from store_checks import assert_all_exact, assert_exact, assert_log_dense
 from tiny_model import state_at
+from tiny_store import prepare
 from warm_process import WarmProcess
 
 from deltastore import DeltaStore

@@ -1,4 +1,4 @@
-"""The tests' end of `child.py`: start it, and call functions of `probes` in forks of it."""
+"""The tests' end of `child.py`: start it, and call functions of its probes in forks of it."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ class WarmProcess:
         self._folder.cleanup()
 
     def call(self, function: Callable[..., Any], timeout: float = 500, **arguments: Any) -> Any:
-        """Run a function of `probes` in a fresh fork; its exception is an AssertionError with the traceback."""
+        """Run a function of its probes in a fresh fork; its exception is an AssertionError with the traceback."""
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(timeout)
             connection.connect(self._socket)
-            request = {"function": function.__name__, "arguments": arguments}
+            request = {"module": function.__module__, "function": function.__name__, "arguments": arguments}
             connection.sendall(json.dumps(request, default=os.fspath).encode() + b"\n")
             with connection.makefile("r") as lines:
                 answer = lines.readline()

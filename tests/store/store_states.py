@@ -182,7 +182,7 @@ def chain(folder: Path, pack_id: str, row: int, cache: dict[str, dict[str, np.nd
 
 def manifest_rows(folder: Path, store: DeltaStore, revision: str) -> Iterator[tuple[set[str], list[tuple[str, int]]]]:
     """(pack table, rows as pack id and row) of every manifest of a version, read by the safetensors library."""
-    version = store._history.version(store.get_commit(revision).id)
+    version = store._versions.get(store.get_commit(revision).id)
     for place in version.document.placement.manifests:
         with safetensors.safe_open(folder / place.key, "numpy") as file:
             ids = [text_of_uuid(each) for each in file.get_tensor("pack_id")]

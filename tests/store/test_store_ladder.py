@@ -118,8 +118,8 @@ def test_edges_are_those_of_the_documents(trained: tuple[Path, list[dict[str, by
     expected = set()
     with DeltaStore(folder) as store:
         for number in range(COMMITS):
-            record = store._history.record(store.get_commit(f"main~{number}").id)
-            placement = store._history.version(record.id).document.placement
+            record = store._index.commits([store.get_commit(f"main~{number}").id]).popitem()[1]
+            placement = store._versions.get(record.id).document.placement
             places = [placement.structure, *placement.manifests, *placement.packs]
             expected |= {(record.object_key, place.key) for place in places}
             for place, (table, _) in zip(placement.manifests, manifest_rows(folder, store, record.id), strict=True):
@@ -136,7 +136,7 @@ def test_the_last_version_survives_when_all_others_are_forgotten(
         last = store.get_commit("main")
         brought = {}
         for commit in store.list_commits("main"):
-            for place in store._history.version(commit.id).document.placement.packs:
+            for place in store._versions.get(commit.id).document.placement.packs:
                 brought[place.key] = commit.id
     old = sql(folder, 'SELECT object_id FROM "commit" WHERE id != ?', last.id)
     assert len(old) == COMMITS - 1

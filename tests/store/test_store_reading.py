@@ -33,7 +33,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tensor]:
 def entry_ranges(folder: Path, store: DeltaStore, revision: str, chunks: list[int]) -> set[tuple[str, int, int]]:
     """(key, start, length) of the payloads of chunks of "w" and of what they are based on, from pack columns by hand."""
     ranges = set()
-    version = store._history.version(store.get_commit(revision).id)
+    version = store._versions.get(store.get_commit(revision).id)
     position = version.tensors[dict(version.leaves)[("w",)]].position
     ((_, rows),) = manifest_rows(folder, store, revision)
     for chunk in chunks:

@@ -90,7 +90,7 @@ def test_every_dtype_layout_and_density_comes_back_bit_for_bit(series: tuple[Pat
 
 
 def _row(store: DeltaStore, revision: str, name: str) -> tuple[str, int]:
-    version = store._history.version(store.get_commit(revision).id)
+    version = store._versions.get(store.get_commit(revision).id)
     row = version.rows(dict(zip(version.names, [number for _, number in version.leaves], strict=True))[name])[0]
     return row.pack_id, row.row
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from store_states import raw, same
 
 import deltastore.checkout
-import deltastore.history
+import deltastore.versions
 import deltastore.options
 import deltastore.regions
 import deltastore.scanner
@@ -35,7 +35,7 @@ SHAPES = {
 def grids(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[DeltaStore, dict[str, torch.Tensor]]]:
     """Tensors in a store whose chunks have 64 elements, so that small selections run through many chunks."""
     patch = pytest.MonkeyPatch()
-    modules = deltastore.checkout, deltastore.history, deltastore.options, deltastore.regions, deltastore.scanner
+    modules = deltastore.checkout, deltastore.versions, deltastore.options, deltastore.regions, deltastore.scanner
     for module in modules:
         patch.setattr(module, "CHUNK_ELEMENTS", 64)
     tensors = {
@@ -50,7 +50,7 @@ def grids(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[DeltaStore
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == SHAPES
     with DeltaStore.create(tmp_path_factory.mktemp("grids") / "store") as store:
         store.commit(tensors)
-        version = store._history.version(store.get_commit().id)
+        version = store._versions.get(store.get_commit().id)
         assert version.tensors[0].chunks == -(-7 * 5 * 6 * 11 // 64)
         yield store, tensors
     patch.undo()

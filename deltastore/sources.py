@@ -1,0 +1,50 @@
+"""What can be committed: modules, nested states, streams of named tensors, safetensors files and checkpoint folders."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from deltastore import files, tensors
+from deltastore.errors import InvalidInputError
+from deltastore.options import MAX_FILE_BYTES
+from deltastore.state import FlatState, TensorSource
+
+
+def flattened(
+    source: Any, cast: Mapping[str, Any] | None
+) -> tuple[FlatState | Iterator[tuple[str, TensorSource]], dict[str, bytes]]:
+    """The state of any source, and the files that it brings by itself. Reads no tensor bytes.
+
+    Raises:
+        IncompatibleStateError: something in it can't be stored; names it and the conversion to use.
+    """
+    if isinstance(source, (str, os.PathLike)):
+        checkpoint = files.open_checkpoint(Path(source))
+        state = files.checkpoint_state(checkpoint)
+        return (state if cast is None else tensors.cast_state(state, cast)), {
+            name: path.read_bytes() for name, path in checkpoint.files.items()
+        }
+    if isinstance(source, Iterator):
+        return tensors.iterable_sources(source, cast), {}
+    return tensors.flatten_state(source, cast), tensors.module_files(source)
+
+
+def file_bytes(name: str, value: str | os.PathLike[str] | bytes) -> bytes:
+    """The content of one of `files=`. Raises InvalidInputError when it can't be read or is too large."""
+    if isinstance(value, bytes):
+        return value
+    if not isinstance(value, (str, os.PathLike)):
+        raise InvalidInputError(f"file {name!r} is a {type(value).__name__}; expected a path or bytes")
+    path = Path(value)
+    try:
+        if path.exists() and not path.is_file():
+            raise InvalidInputError(f"file {name!r}: {value} is no plain file; name a file, or give its bytes")
+        size = path.stat().st_size
+        if size > MAX_FILE_BYTES:
+            raise InvalidInputError(f"file {name!r} has {size} bytes; files= takes up to {MAX_FILE_BYTES} each")
+        return path.read_bytes()
+    except OSError as error:
+        raise InvalidInputError(f"file {name!r}: {value} can't be read: {error.strerror}") from error
