@@ -6,15 +6,14 @@ import hashlib
 import json
 import shutil
 import sqlite3
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from independent_reader import read_store
+from independent_reader import Version, read_store
 
 from deltastore import DeltaStore
 
@@ -40,6 +39,10 @@ def leaves(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
             yield from leaves(each, (*path, str(key)))
     else:
         yield ".".join(path), node
+
+
+def described(version: Version) -> dict[str, Any]:
+    return {name: [dtype, list(shape), sha256(data)] for name, (dtype, shape, data) in version.tensors.items()}
 
 
 def test_the_fixture_is_complete_and_small() -> None:
@@ -86,8 +89,7 @@ def test_the_independent_reader_reads_every_commit(folder: Path) -> None:
     assert store.commits.keys() == COMMITS.keys()
     for commit_id, version in store.commits.items():
         expected = COMMITS[commit_id]
-        tensors = {name: [dtype, list(shape), sha256(data)] for name, (dtype, shape, data) in version.tensors.items()}
-        assert tensors == expected["tensors"]
+        assert described(version) == expected["tensors"]
         assert {name: sha256(data) for name, data in version.files.items()} == EXPECTED["files"]
         assert {name: repr(each)[:80] for name, each in version.values.items()} == expected["values"]
 

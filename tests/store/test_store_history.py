@@ -68,7 +68,8 @@ def test_every_way_to_name_a_commit(store: DeltaStore, line: list[str]) -> None:
     [
         "nothing", "main~6", "main~999999999", "main~9999999999999999999999", "main~x", "v1@{step=10}", "main@{step=11}",
         "main@{}", "main@{step=}", "main@{stop=10}", "main@{step=10", "01234567", "0" * 64, "0" * 65, "abcdef", "Main", "main ",
-        " main", "main~-1", "main@{step=nan}", "main@{step=inf}", "~1", "@{step=1}", "é", "main\n", "main\0", "x" * 10_000, "HEAD", "main^",
+        " main", "main~-1", "main@{step=nan}", "main@{step=inf}", "~1", "@{step=1}", "é", "main\n", "main\0", "x" * 10_000,
+        "HEAD", "main^",
     ],
 )  # fmt: skip
 def test_revisions_that_name_nothing(steady: tuple[DeltaStore, list[str]], revision: str) -> None:

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from store_states import raw, same
 
 import deltastore.checkout
-import deltastore.versions
 import deltastore.options
 import deltastore.regions
 import deltastore.scanner
+import deltastore.versions
 from deltastore import DeltaStore
 from deltastore.errors import InvalidInputError, TensorNotFoundError
 
