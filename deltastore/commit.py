@@ -227,7 +227,7 @@ class Committer:
                     raise
                 head, height = self._rebase(request.branch, head, conflict)
                 continue
-            return self._landed(published, document, draft.content, placed)
+            return self._landed(published, document, draft.content, placed, parent)
         raise AssertionError("unreachable")
 
     def _publication(
@@ -292,10 +292,12 @@ class Committer:
             )
         return actual, record.height + 1
 
-    def _landed(self, published: Published, document: CommitDocument, content: Content, placed: Placed) -> Commit:
+    def _landed(
+        self, published: Published, document: CommitDocument, content: Content, placed: Placed, parent: Version | None
+    ) -> Commit:
         """After the commit point: the log entry, and what the next commit builds on."""
         self._log.moved()
-        version = Version(self._bucket, self._reader, document, content.structure)
+        version = Version(self._bucket, self._reader, document, content.structure, before=parent)
         for shard, manifest in enumerate(placed.manifests):
             version.seed_manifest(shard, manifest)
         self._versions.remember(published.commit_id, version)

@@ -54,7 +54,7 @@ def _plain_store_uuid(data: bytes) -> str | None:
         value = json.loads(data)
         ours = {"created_at": str(value["created_at"]), "features": [], "format": 1, "index": "embedded", "kind": "store"}
         return value["uuid"] if value == ours | {"uuid": str(uuid.UUID(value["uuid"]))} else None
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
 
 

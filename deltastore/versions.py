@@ -26,7 +26,7 @@ from deltastore.formats import CommitDocument, StructureDocument, parse_commit, 
 from deltastore.index.index import Index
 from deltastore.manifests import ChunkRow, Manifest
 from deltastore.options import CHUNK_ELEMENTS
-from deltastore.state import Path, leaf_names, leaf_paths, strip_wrapper_prefixes
+from deltastore.state import Path, leaf_paths, path_name, strip_wrapper_prefixes
 
 VERSIONS_CACHED = 4
 
@@ -68,19 +68,34 @@ class TensorInfo:
 class Version:
     """A commit with all that says where its bytes are. Manifests are read when they are needed."""
 
-    def __init__(self, bucket: Bucket, reader: ChunkReader, document: CommitDocument, structure: StructureDocument) -> None:
+    def __init__(
+        self,
+        bucket: Bucket,
+        reader: ChunkReader,
+        document: CommitDocument,
+        structure: StructureDocument,
+        before: Version | None = None,
+    ) -> None:
+        """`before` is a version that may have the same structure, which then needs no second look."""
         self._bucket = bucket
         self._reader = reader
         self._manifests: dict[int, Manifest] = {}
         self.document = document
         self.structure = structure
+        self.tensors: list[TensorInfo]
+        self.names: list[str]
+        self.leaves: list[tuple[tuple[Any, ...], int]]
+        self._labels: dict[int, str]
+        if before is not None and before.structure == structure:
+            self.tensors, self.names, self.leaves, self._labels = before.tensors, before.names, before.leaves, before._labels
+            return
         self.tensors = [TensorInfo(dtype_of(t.dtype), tuple(t.shape), t.shard, t.position) for t in structure.tensors]
-        self.names: list[str] = leaf_names(structure.tree)
-        self.leaves: list[tuple[tuple[Any, ...], int]] = leaf_paths(structure.tree)
+        self.leaves = leaf_paths(structure.tree)
+        self.names = [path_name(path) for path, _ in self.leaves]
+        self._labels = {}
         last = max((number for _, number in self.leaves), default=-1)
         if last >= len(self.tensors):
             raise FormatError(f"the structure names tensor {last}, but lists {len(self.tensors)}; run `deltastore verify`")
-        self._labels: dict[int, str] = {}
 
     @property
     def height(self) -> int:

@@ -1,8 +1,6 @@
-"""Reads every tensor of a store from its folder, as docs/FORMAT.md describes it, and verifies every digest on the way.
+"""Reads a store as docs/FORMAT.md describes it and verifies every digest: `python tests/independent_reader.py STORE`.
 
-    python tests/independent_reader.py STORE
-
-Shares no code with the library, so that it can bear witness against it. A Mismatch says what does not hold.
+Shares no code with the library, so that it can bear witness against it. An AssertionError says what does not hold.
 """
 
 from __future__ import annotations
@@ -12,9 +10,8 @@ import json
 import math
 import sys
 from base64 import b64decode
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
-from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -25,23 +22,11 @@ from blake3 import blake3
 from safetensors import safe_open
 from xxhash import xxh3_128_digest
 
-PLACES = ["pack_size", "pack_head", "pack", "row", "digest", "pack_id"]
-ENTRIES = ["raw_length", "stored_length", "span", "base_pack", "base_row", "digest", "fast_digest", "codec", "bases", "payload"]
 WIDE = {2: "uint16 int16 bits16 float16 bfloat16", 4: "uint32 int32 float32 complex32", 8: "uint64 int64 float64 complex64"}
 ITEMSIZES = {dtype: size for size, dtypes in {**WIDE, 16: "complex128"}.items() for dtype in dtypes.split()}  # others: 1 byte
-Words = np.ndarray[Any, Any]  # unsigned integers of 1, 2, 4 or 8 bytes
+HEADS = {"planes@1": (0, 0), "dense-ulp@1": (1, 0), "sparse-ulp@1": (3, 2)}  # numbers, and streams before the planes
 
 
-class Mismatch(ValueError):  # noqa: N818
-    """The store is not what the format says."""
-
-
-def check(holds: Any, message: str) -> None:
-    if not holds:
-        raise Mismatch(message)
-
-
-# -- documents and digests (sections 2, 5 and 9) -----------------------------------------------------------------------
 def canonical(document: Any) -> bytes:
     return json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
 
@@ -49,188 +34,169 @@ def canonical(document: Any) -> bytes:
 def parse(data: bytes, kind: str, fields: str) -> Any:
     """A document. It equals its canonical form, so it has no key twice, no NaN and no lone surrogate."""
     document = json.loads(data)
-    check(canonical(document) == data, f"a {kind} is not canonical")
-    check((document["format"], document["kind"]) == (1, kind), f"no {kind} of format 1: {document}")
-    check(document.keys() == {"format", "kind", *fields.split()}, f"a {kind} has other fields: {sorted(document)}")
+    assert canonical({**document, "format": 1, "kind": kind}) == data, f"no canonical {kind} of format 1: {document}"
+    assert document.keys() == {"format", "kind", *fields.split()}, f"a {kind} has other fields: {sorted(document)}"
     return document
 
 
-def sha256(kind: str, *parts: bytes) -> str:
-    return hashlib.sha256(b"".join([f"deltastore {kind} 1\n".encode(), *parts])).hexdigest()
+def sha256(kind: str, document: Any, *rest: bytes) -> str:
+    return hashlib.sha256(b"".join([f"deltastore {kind} 1\n".encode(), canonical(document), *rest])).hexdigest()
 
 
-def tensor_digest(dtype: str, shape: list[int], chunk_digests: bytes) -> str:
-    return sha256("tensor", canonical({"dtype": dtype, "shape": shape}), b"\n", chunk_digests)
+def tensors_by_name(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, int]]:
+    """Name and number of the stored tensor of each tensor in a node."""
+    kind, content = next((each, node[each]) for each in "xvltdo" if each in node)
+    if kind == "x":
+        yield ".".join(path), content
+    for key, child in () if kind in "xv" else enumerate(content) if kind in "lt" else content:
+        tag, text = next(iter(key.items())) if isinstance(key, dict) else ("", str(key))
+        text = str(np.frombuffer(bytes.fromhex(text), ">f8")[0]) if tag == "f" else b64decode(text).hex() if tag == "b" else text
+        yield from tensors_by_name(child, (*path, text))
 
 
-def key_text(key: Any) -> str:
-    """What a packed key adds to the name of a leaf."""
-    tag, content = next(iter(key.items())) if isinstance(key, dict) else ("", str(key))
-    if tag == "f":
-        return str(float(np.frombuffer(bytes.fromhex(content), ">f8")[0]))
-    return b64decode(content).hex() if tag == "b" else str(content)
-
-
-def leaves(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, str, int]]:
-    """Name, kind ("x" stored tensor, "v" plain value) and number of each leaf."""
-    kind = next(each for each in "xvltdo" if each in node)
-    if kind in "xv":
-        yield ".".join(path), kind, node[kind]
-        return
-    for key, child in enumerate(node[kind]) if kind in "lt" else node[kind]:
-        yield from leaves(child, (*path, key_text(key)))
-
-
-# -- codecs (section 8) ------------------------------------------------------------------------------------------------
-def read_streams(payload: bytes, numbers: int, lengths: Callable[..., list[int]]) -> tuple[list[int], list[Words]]:
-    """The numbers of a payload and its streams, uint8[n] each, whose raw lengths `lengths` tells from the numbers."""
-    at = 1
-
-    def number() -> int:
-        nonlocal at
+def read_streams(codec: str, payload: bytes, width: int, length: int) -> tuple[list[int], list[Any]]:
+    """The numbers and the streams, uint8[n] each, of the payload of a chunk of `length` words."""
+    (count, others), found, at = HEADS[codec], list[int](), 1
+    while len(found) < count + others + width:
         start, at = at, next(end + 1 for end in range(at, at + 9) if payload[end] < 128)
-        return sum((byte & 127) << 7 * place for place, byte in enumerate(payload[start:at]))
-
-    found, streams = [number() for _ in range(numbers)], []
-    for (stored, mode), length in [(divmod(number(), 4), length) for length in lengths(*found)]:
+        found.append(sum((byte & 127) << 7 * place for place, byte in enumerate(payload[start:at])))
+    lengths, streams = [found[1], (found[0] + 3) // 4, *[found[2]] * width] if others else [length] * width, []
+    for (stored, mode), expected in zip([divmod(head, 4) for head in found[count:]], lengths, strict=True):
         body, at = payload[at : at + stored], at + stored
-        check(mode in (1, 2) or (mode, stored) == (0, 0), f"a stream has mode {mode} and {stored} bytes")
         if mode == 2:
-            check(stored < length and body[0] == 0, f"{stored} bytes of zstd for {length}, descriptor {body[:1].hex()}")
+            assert (stored < expected, body[0]) == (True, 0), f"a frame of {stored} bytes for {expected}, descriptor {body[0]}"
             frame = zstandard.ZstdDecompressor(max_window_size=2 << 20)
-            body = frame.decompress(b"\x28\xb5\x2f\xfd" + body, length, allow_extra_data=False)
-        streams.append(np.frombuffer(body if mode else bytes(length), np.uint8))
-        check(len(streams[-1]) == length, f"a stream has {len(streams[-1])} bytes, expected {length}")
-    check(at == len(payload), f"the streams end at byte {at} of {len(payload)}")
-    return found, streams
+            body = frame.decompress(b"\x28\xb5\x2f\xfd" + body, expected, allow_extra_data=False)
+        streams.append(np.frombuffer(body if mode else body + bytes(expected), np.uint8))
+        assert (mode < 3, len(streams[-1])) == (True, expected), f"mode {mode}, {len(streams[-1])} bytes, expected {expected}"
+    assert at == len(payload), f"the streams end at byte {at} of {len(payload)}"
+    return found[:count], streams
 
 
 def decode(codec: str, payload: bytes, raw_length: int, base: bytes | None) -> bytes:
     """The chunk of a full entry (`base` is None) or of a delta on the chunk `base`."""
-    check((base is None) == (codec in ("raw@1", "planes@1")), f"{codec} stands in the wrong kind of entry")
+    assert (base is None) == (codec in ("raw@1", "planes@1")), f"{codec} stands in the wrong kind of entry"
     if codec == "raw@1":
         return payload
-    check(payload[0] < 8, f"word code {payload[0]}")
+    assert payload[0] < 8, f"word code {payload[0]}"
     width, floating = 1 << payload[0] % 4, payload[0] >= 4
-    (length, rest), bits, sign = divmod(raw_length, width), 8 * width, 1 << 8 * width - 1
-    check(rest == 0, f"{raw_length} bytes are no words of {width}")
-
-    def merge(planes: list[Words]) -> Words:
-        return np.stack(planes, axis=1).reshape(-1).view(f"<u{width}")
-
+    length, bits, sign, word = raw_length // width, 8 * width, 1 << 8 * width - 1, f"<u{width}"
+    numbers, streams = read_streams(codec, payload, width, length)
+    planes = np.stack(streams[-width:], axis=1).reshape(-1).view(word)
     if base is None:
-        words = merge(read_streams(payload, 0, lambda: [length] * width)[1])
-        if floating:  # the sign goes back from below the eight bits of the exponent to the top
-            low = max(0, bits - 9)  # that many bits lie below the sign
-            words = (words >> low + 1 << low) | ((words >> low & 1) << bits - 1) | (words & (1 << low) - 1)
-        return words.tobytes()
-    if codec == "dense-ulp@1":
-        (changes,), planes = read_streams(payload, 1, lambda changes: [length] * width)
-        where, zigzag = np.arange(length), merge(planes)
-        check(np.count_nonzero(zigzag) == changes, "another number of words changes")
-    else:
-        check(codec == "sparse-ulp@1", f"unknown codec {codec}")
-        layout = lambda changes, gap_bytes, long: [gap_bytes, (changes + 3) // 4, *[long] * width]  # noqa: E731
-        (changes, _, _), (gaps, fours, *planes) = read_streams(payload, 3, layout)
-        where = np.cumsum(gaps, dtype=np.int64)[gaps < 255] + np.arange(changes)
-        check((gaps[-1:] < 255).all() and (where[-1:] < length).all(), "the gaps end with 255 or lead behind the chunk")
+        low = max(0, bits - 9)  # in floats that many bits lie below the sign, which goes back to the top
+        moved = (planes >> low + 1 << low) | ((planes >> low & 1) << bits - 1) | (planes & (1 << low) - 1)
+        return bytes(moved if floating else planes)
+    where, zigzag = np.arange(length), planes
+    if codec == "sparse-ulp@1":
+        (count, *_), (gaps, fours, *_) = numbers, streams
+        where = np.cumsum(gaps, dtype=np.int64)[gaps < 255] + np.arange(count)
+        assert not (gaps[-1:] == 255).any() | (where[-1:] >= length).any(), "the gaps end with 255 or lead behind the chunk"
         codes = (fours[:, None] >> np.array([0, 2, 4, 6], np.uint8) & 3).reshape(-1)
-        check(not codes[changes:].any(), "unused bits of the codes are not 0")
-        zigzag = codes[:changes].astype(f"<u{width}") + 1
-        zigzag[codes[:changes] == 3] = merge(planes) + 1
-    words = np.frombuffer(base, f"<u{width}").copy()
+        assert not codes[count:].any(), "unused bits of the codes are not 0"
+        zigzag = codes[:count].astype(word) + 1
+        zigzag[codes[:count] == 3] = planes + 1
+    assert np.count_nonzero(zigzag) == numbers[0], "another number of words changes"
+    words = np.frombuffer(base, word).copy()
     old, steps = words[where], zigzag >> 1 ^ -(zigzag & 1)
     ranks = steps + (np.where(old >= sign, ~old, old | sign) if floating else old)
     words[where] = np.where(ranks >= sign, ranks ^ sign, ~ranks) if floating else ranks
-    return words.tobytes()
+    return bytes(words)
 
 
-# -- manifests, packs, commits and the log (sections 3 to 7 and 10) ----------------------------------------------------
 class Commit:
-    """A commit whose id and tree are verified. `names`: name -> number of the stored tensor; ties have the same number."""
+    """A verified commit. `names`: name -> number of the stored tensor; `files`: name -> data, or such a number."""
 
     def __init__(self, store: Store, document: bytes) -> None:
         parts = parse(document, "commit", "optional identity placement publish")
         self.store, self.identity, self.placement = store, parts["identity"], parts["placement"]
-        self.id = sha256("commit", canonical(self.identity))
-        copies = [path.read_bytes() for path in store.root.glob(f"commits/{self.id[:2]}/{self.id}.*.json")]
-        check(document in copies, f"commit {self.id} of the log is not there")
-        structure = (store.root / self.placement["structure"]["key"]).read_bytes()
-        self.structure = parse(structure, "structure", "tree tensors files")
-        tensors = [(name, number) for name, kind, number in leaves(self.structure["tree"]) if kind == "x"]
-        self.names, self.own = dict(tensors), len({number for _, number in tensors})  # the own tensors come first
-        values = self.placement["values"]
-        self.packed_values = values if isinstance(values, list) else json.loads(self.read(values["tensor"])[2])
-        files = [[file["name"], self.digest(file["tensor"], file["data"])] for file in self.structure["files"]]
-        digests = [self.digest(number) for number in range(self.own)]
-        tree = {"files": files, "state": self.structure["tree"], "tensors": digests, "values": self.packed_values}
-        check(sha256("tree", canonical(tree)) == self.identity["tree"], f"commit {self.id} has another tree")
-
-    def rows(self, number: int) -> list[tuple[str, int, bytes]]:
-        _, shape, shard, position = self.structure["tensors"][number]
-        end = position - (-math.prod(shape) >> 20)
-        return self.store.manifest(self.placement["manifests"][shard]["key"])[position:end] if end > position else []
-
-    def digest(self, number: int | None, inline: str | None = None) -> str:
-        """The digest of a stored tensor or, without a number, of the data of an inline file."""
-        if number is None:
-            data = b64decode(inline or "")
-            return tensor_digest("uint8", [len(data)], blake3(data).digest() if data else b"")
-        dtype, shape, *_ = self.structure["tensors"][number]
-        return tensor_digest(dtype, shape, b"".join(digest for _, _, digest in self.rows(number)))
+        self.id, self.stored, self.files = sha256("commit", self.identity), list[Any](), dict[str, bytes | int]()
+        self.structure = parse((store.root / self.placement["structure"]["key"]).read_bytes(), "structure", "tree tensors files")
+        digests, file_digests = list[str](), []
+        for dtype, shape, shard, position in self.structure["tensors"]:
+            end = position - (-math.prod(shape) >> 20)
+            rows = store.manifest(self.placement["manifests"][shard]["key"])[position:end] if end > position else []
+            self.stored.append((dtype, tuple(shape), rows))
+            digests.append(sha256("tensor", {"dtype": dtype, "shape": shape}, b"\n", *[digest for *_, digest in rows]))
+        for file in self.structure["files"]:
+            number, data = file["tensor"], b64decode(file["data"] or "")
+            inline = sha256("tensor", {"dtype": "uint8", "shape": [len(data)]}, b"\n", blake3(data).digest() if data else b"")
+            file_digests.append([file["name"], inline if number is None else digests[number]])
+            self.files[file["name"]] = data if number is None else number
+        values, named = self.placement["values"], list(tensors_by_name(self.structure["tree"]))
+        self.values = values if isinstance(values, list) else json.loads(self.read(values["tensor"])[2])  # packed
+        self.names = dict(named)
+        self.own: int = len({number for _, number in named})  # they are the first ones
+        tree = {"files": file_digests, "state": self.structure["tree"], "tensors": digests[: self.own], "values": self.values}
+        assert sha256("tree", tree) == self.identity["tree"], f"commit {self.id} has another tree"
 
     def read(self, number: int) -> tuple[str, tuple[int, ...], bytes]:
-        """dtype, shape and bytes of a stored tensor, read anew each time."""
-        dtype, shape, *_ = self.structure["tensors"][number]
-        elements, itemsize = math.prod(shape), ITEMSIZES.get(dtype, 1)
-        chunks = [self.store.chunk(*row) for row in self.rows(number)]
-        lengths = [itemsize * min(1 << 20, elements - start) for start in range(0, elements, 1 << 20)]
-        check([len(chunk) for chunk in chunks] == lengths, f"stored tensor {number} of {self.id} has other lengths")
-        return dtype, tuple(shape), b"".join(chunks)
-
-    @property
-    def tensors(self) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-        return {name: self.read(number) for name, number in self.names.items()}
-
-    @property
-    def files(self) -> dict[str, bytes]:
-        files = [(file["name"], file["data"], file["tensor"]) for file in self.structure["files"]]
-        return {name: b64decode(data) if number is None else self.read(number)[2] for name, data, number in files}
+        """dtype, shape and bytes of a stored tensor, verified."""
+        dtype, shape, rows = self.stored[number]
+        chunks = [self.store.chunk(pack_id, row) for pack_id, row, _ in rows]
+        assert [blake3(chunk).digest() for chunk in chunks] == [digest for *_, digest in rows], f"chunks of tensor {number}"
+        step, size = ITEMSIZES.get(dtype, 1) << 20, ITEMSIZES.get(dtype, 1) * math.prod(shape)
+        assert [*map(len, chunks)] == [min(step, size - at) for at in range(0, size, step)], f"lengths of tensor {number}"
+        return dtype, shape, b"".join(chunks)
 
 
 class Store:
-    """`refs`: name -> (kind, commit id); `history`: the same after each entry of the log; `commits` by id, in log order."""
+    """`refs`: name -> (kind, commit id); `history`: the same after each entry of the log; `commits`: by id, in log order."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.chunk = root, lru_cache(128)(self.read_chunk)
         self.pack, self.manifest = lru_cache(128)(self.read_pack), lru_cache(128)(self.read_manifest)
-        self.refs, self.history = dict[str, tuple[str, str]](), list[dict[str, tuple[str, str]]]()
-        self.commits = dict[str, Commit]()
-        features = parse((root / "store.json").read_bytes(), "store", "uuid index features created_at")["features"]
-        check(features == [], f"unknown features {features}")
+        assert parse((root / "store.json").read_bytes(), "store", "uuid index features created_at")["features"] == []
+        self.refs, self.commits, self.history = dict[str, tuple[str, str]](), dict[str, Commit](), list[Any]()
         log = {int(path.stem): path.read_bytes() for path in root.glob("refs/log/*/*/*.json")}
-        for seq in takewhile(log.__contains__, count(1)):
-            entry = json.loads(log[seq])
+        while document := log.get(len(self.history) + 1):
+            entry = json.loads(document)
             if entry["kind"] == "commit":
-                commit = Commit(self, log[seq])
+                commit, publish = Commit(self, document), entry["publish"]
                 self.commits[commit.id] = commit
-                self.move(entry["publish"]["ref"], "branch", entry["publish"]["expected"], commit.id)
+                self.move("branch", publish["ref"], publish["expected"], commit.id)
             elif entry["kind"] == "ref":
-                parse(log[seq], "ref", "optional action ref_kind name old new author time")
-                self.move(entry["name"], entry["ref_kind"], entry["old"], entry["new"])
+                parse(document, "ref", "optional action ref_kind name old new author time")
+                self.move(entry["ref_kind"], entry["name"], entry["old"], entry["new"])
             else:
-                check(entry["optional"], f"log entry {seq} is of the unknown kind {entry['kind']}")
+                assert entry["optional"], f"a log entry is of the unknown kind {entry['kind']}"
             self.history.append(dict(self.refs))
 
-    def move(self, name: str, kind: str, old: str | None, new: str | None) -> None:
-        check(self.refs.pop(name, None) == (old and (kind, old)), f"{kind} {name} is not at {old}")
-        if new:
-            self.refs[name] = kind, self.commits[new].id
+    def move(self, kind: str, name: str, old: str | None, new: str | None) -> None:
+        assert self.refs.pop(name, None) == (old and (kind, old)), f"{kind} {name} is not at {old}"
+        self.refs |= {name: (kind, self.commits[new].id)} if new else {}
 
-    def columns(self, key: str, names: list[str], kind: str) -> dict[str, Any]:
-        """The metadata and the tensors of a safetensors file, ids of packs as text."""
+    def columns(self, key: str, kind: str) -> dict[str, Any]:
         with safe_open(self.root / key, "numpy") as file:
-            check(file.offset_keys() == names, f"{key} holds other tensors: {file.offset_keys()}")
-            found = {**file.metadata(), **{name: file.get_tensor(name) for name in names}}
-        check(found["format"] == f"deltastore {kind} 1", f"{key} is no {kind} of format 1")
-        return {**found, names[-1]: found[names[-1]]}
+            assert file.metadata()["format"] == f"deltastore {kind} 1", f"{key} is no {kind} of format 1"
+            return {**file.metadata(), **{name: file.get_tensor(name) for name in file.offset_keys()}}
+
+    def read_manifest(self, key: str) -> list[tuple[str, int, bytes]]:
+        """Pack id, row in that pack and digest of each chunk."""
+        found = self.columns(key, "manifest")
+        packs = [str(UUID(bytes=bytes(found["pack_id"][at]))) for at in found["pack"]]
+        return list(zip(packs, found["row"].tolist(), map(bytes, found["digest"]), strict=True))
+
+    def read_pack(self, pack_id: str) -> dict[str, Any]:
+        pack = self.columns(f"packs/{pack_id[-2:]}/{pack_id}", "pack")
+        ends = np.cumsum(pack["stored_length"], dtype=np.int64)
+        assert (pack["id"], len(pack["payload"])) == (pack_id, ends[-1]), f"pack {pack_id} has another id or length"
+        return {**pack, "payload": np.split(pack["payload"], ends[:-1])}
+
+    def read_chunk(self, pack_id: str, row: int) -> bytes:
+        """The chunk of an entry, verified, as are those that it is based on."""
+        pack = self.pack(pack_id)
+        base_pack, base_row, raw_length = (int(pack[name][row]) for name in ("base_pack", "base_row", "raw_length"))
+        base = self.chunk(str(UUID(bytes=bytes(pack["bases"][base_pack]))), base_row) if pack["span"][row] else None
+        chunk = decode(pack["codecs"].split(" ")[pack["codec"][row]], bytes(pack["payload"][row]), raw_length, base)
+        assert (xxh3_128_digest(chunk), len(chunk)) == (bytes(pack["fast_digest"][row]), raw_length), (
+            f"xxh3 in {pack_id}, row {row}"
+        )
+        assert blake3(chunk).digest() == bytes(pack["digest"][row]), f"BLAKE3 in {pack_id}, row {row}"
+        return chunk
+
+
+if __name__ == "__main__":
+    for commit in Store(Path(sys.argv[1])).commits.values():
+        sizes = [len(commit.read(number)[2]) for number in range(len(commit.stored))]  # of files and values, too
+        print(commit.id[:12], commit.own, "tensors", sum(sizes[: commit.own]), "bytes")

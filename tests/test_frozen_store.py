@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from independent_reader import Version, read_store
+from independent_reader import Commit, Store
+from independent_values import check_copies, files_of, tensors_of, values_of
 
 from deltastore import DeltaStore
 
@@ -41,8 +42,8 @@ def leaves(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
         yield ".".join(path), node
 
 
-def described(version: Version) -> dict[str, Any]:
-    return {name: [dtype, list(shape), sha256(data)] for name, (dtype, shape, data) in version.tensors.items()}
+def described(version: Commit) -> dict[str, Any]:
+    return {name: [dtype, list(shape), sha256(data)] for name, (dtype, shape, data) in tensors_of(version).items()}
 
 
 def test_the_fixture_is_complete_and_small() -> None:
@@ -54,14 +55,14 @@ def test_the_fixture_is_complete_and_small() -> None:
 
 
 def test_it_holds_all_that_the_format_has(folder: Path) -> None:
-    packs = read_store(folder).packs
+    store = Store(folder)
     found: set[tuple[str, int]] = set()
     spans: set[int] = set()
     for path in (folder / "packs").rglob("*-*"):
-        pack = packs.pack(path.name)
+        pack = store.pack(path.name)
         spans |= set(pack["span"].tolist())
         codecs = pack["codecs"].split(" ")
-        found |= {(codecs[codec], int(payload[0])) for codec, payload in zip(pack["codec"], pack["payloads"], strict=True)}
+        found |= {(codecs[codec], int(payload[0])) for codec, payload in zip(pack["codec"], pack["payload"], strict=True)}
     assert spans == {0, 1, 8, 64}
     assert "raw@1" in {codec for codec, _ in found}
     for codec in ("planes@1", "sparse-ulp@1", "dense-ulp@1"):
@@ -84,14 +85,15 @@ def test_the_library_reads_every_commit(folder: Path) -> None:
 
 def test_the_independent_reader_reads_every_commit(folder: Path) -> None:
     (folder / "index.sqlite").unlink()
-    store = read_store(folder)
+    store = Store(folder)
     assert {name: list(ref) for name, ref in store.refs.items()} == EXPECTED["refs"]
     assert store.commits.keys() == COMMITS.keys()
+    check_copies(store)
     for commit_id, version in store.commits.items():
         expected = COMMITS[commit_id]
         assert described(version) == expected["tensors"]
-        assert {name: sha256(data) for name, data in version.files.items()} == EXPECTED["files"]
-        assert {name: repr(each)[:80] for name, each in version.values.items()} == expected["values"]
+        assert {name: sha256(data) for name, data in files_of(version).items()} == EXPECTED["files"]
+        assert {name: repr(each)[:80] for name, each in values_of(version).items()} == expected["values"]
 
 
 def test_it_is_verified(folder: Path) -> None:
@@ -113,11 +115,7 @@ def test_it_takes_new_commits(folder: Path) -> None:
             store.commit(state, f"more {step}")
         assert store.get_commit("main~10") == head
         assert store.verify(read_data=True).problems == ()
-    store_read = read_store(folder)
-    _, newest = store_read.refs["main"]
-    data = store_read.commits[newest].tensors["layers.bfloat16"][2]
-    assert data == words.contiguous().numpy().tobytes()
-    tensors = {
-        name: [dtype, list(shape), sha256(data)] for name, (dtype, shape, data) in store_read.commits[head.id].tensors.items()
-    }
-    assert tensors == COMMITS[head.id]["tensors"]
+    seen = Store(folder)
+    _, newest = seen.refs["main"]
+    assert tensors_of(seen.commits[newest])["layers.bfloat16"][2] == words.contiguous().numpy().tobytes()
+    assert described(seen.commits[head.id]) == COMMITS[head.id]["tensors"]

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import ast
 import shutil
 import struct
+import subprocess
+import sys
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import numpy as np
 import pytest
 import torch
-from independent_packs import PLACES
-from independent_reader import Store, read_store, unpack
+from independent_reader import Store
+from independent_values import check_copies, files_of, state_of, tensors_of, unpack, values_of
+from safetensors import safe_open
 
 from deltastore import DeltaStore, reflog
 from deltastore.dtypes import DTYPES
 
 STORABLE = [getattr(torch, dtype.name) for dtype in DTYPES if hasattr(torch, dtype.name)]
+READER = Path(__file__).with_name("independent_reader.py")
+PLACES = ["pack_size", "pack_head", "pack", "row", "digest", "pack_id"]
+ENTRIES = ["raw_length", "stored_length", "span", "base_pack", "base_row", "digest", "fast_digest", "codec", "bases", "payload"]
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -163,13 +171,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Committed]:
 
 @pytest.fixture(scope="module")
 def seen(made: Committed) -> Store:
-    return read_store(made.folder)
+    return Store(made.folder)
 
 
 def test_refs_are_those_of_the_library(made: Committed, seen: Store) -> None:
     assert seen.refs == {ref.name: (ref.kind, ref.commit_id) for ref in made.library.list_refs()}
     assert {"main", "exp/adam", "first", "trained", "dtypes", "odd"} == seen.refs.keys()
-    assert len(list((made.folder / "refs/snapshot").rglob("*.json"))) > 2, "a reader of the log compares its refs with them"
+    assert check_copies(seen) > 2
 
 
 def test_commits_are_those_of_the_library(made: Committed, seen: Store) -> None:
@@ -190,53 +198,62 @@ def test_commits_are_those_of_the_library(made: Committed, seen: Store) -> None:
 
 def test_states_are_those_committed(made: Committed, seen: Store) -> None:
     for commit_id, state in made.states.items():
-        assert_same(seen.commits[commit_id].state(), state)
+        assert_same(state_of(seen.commits[commit_id]), state)
 
 
 def test_tensors_and_files_are_those_of_the_library(made: Committed, seen: Store) -> None:
     for commit_id, version in seen.commits.items():
         snapshot = made.library.checkout(commit_id)
         lazy = {name: snapshot[name] for name in snapshot if name != "0"}  # two leaves are called so: 0 and "0"
-        tensors = {name: found for name, found in version.tensors.items() if name != "0"}
+        tensors = {name: found for name, found in tensors_of(version).items() if name != "0"}
         assert tensors == {name: (one.dtype_name, one.shape, one.tobytes()) for name, one in lazy.items()}
-        assert version.files == {name: snapshot.read_file(name) for name in snapshot.files} == made.files[commit_id]
+        assert files_of(version) == {name: snapshot.read_file(name) for name in snapshot.files} == made.files[commit_id]
 
 
 def test_names_of_leaves(seen: Store) -> None:
     trained = seen.commits[seen.refs["trained"][1]]
-    assert trained.values["scheduler.lrs.1"] == 0.0
-    assert trained.values["scheduler.span.3"] == b"\xff\0"
-    assert trained.tensors["optimizer.state.0.exp_avg"][:2] == ("float32", (7, 9))
-    numbers = seen.commits[seen.refs["main"][1]].numbers("x")
+    assert values_of(trained)["scheduler.lrs.1"] == 0.0
+    assert values_of(trained)["scheduler.span.3"] == b"\xff\0"
+    assert tensors_of(trained)["optimizer.state.0.exp_avg"][:2] == ("float32", (7, 9))
+    numbers = seen.commits[seen.refs["main"][1]].names
     assert numbers["policy.head.weight"] == numbers["policy.embed.weight"] != numbers["policy.norm.weight"]
 
 
 def test_what_the_format_says_of_packs_and_manifests(made: Committed, seen: Store) -> None:
     """Tables are closed, sizes are right, spans never fall along bases, at most seven are alike; all codecs and spans occur."""
-    packs = seen.packs
+
+    def ids(rows: Any) -> list[str]:
+        return [str(UUID(bytes=bytes(each))) for each in rows]
+
+    def names(key: str) -> list[str]:
+        with safe_open(made.folder / key, "numpy") as file:
+            return list(file.offset_keys())
+
     codecs: set[str] = set()
     spans: set[int] = set()
 
     def chain(pack_id: str, row: int) -> list[tuple[str, int, str]]:
-        pack = packs.pack(pack_id)
+        pack = seen.pack(pack_id)
         link = pack_id, int(pack["span"][row]), pack["codecs"].split(" ")[pack["codec"][row]]
-        return [link, *chain(pack["bases"][pack["base_pack"][row]], int(pack["base_row"][row]))] if link[1] else [link]
+        return [link, *chain(ids(pack["bases"])[pack["base_pack"][row]], int(pack["base_row"][row]))] if link[1] else [link]
 
     def size_and_head(pack_id: str) -> tuple[int, int]:
         size = (made.folder / "packs" / pack_id[-2:] / pack_id).stat().st_size
-        return size, size - int(packs.pack(pack_id)["stored_length"].sum())
+        return size, size - int(seen.pack(pack_id)["stored_length"].sum())
 
     for version in seen.commits.values():
         structure = version.placement["structure"]
         assert (made.folder / structure["key"]).stat().st_size == structure["size"]
         for place in version.placement["manifests"]:
-            manifest = packs.columns(place["key"], PLACES, "manifest")
+            manifest = seen.columns(place["key"], "manifest")
+            manifest["pack_id"] = ids(manifest["pack_id"])
+            assert names(place["key"]) == PLACES
             assert (made.folder / place["key"]).stat().st_size == place["size"]
             assert len(manifest["row"]) == place["rows"]
             assert [*zip(manifest["pack_size"], manifest["pack_head"], strict=True)] == [*map(size_and_head, manifest["pack_id"])]
             if place["packs"] is not None:
                 assert [version.placement["pack_table"][at] for at in place["packs"]] == manifest["pack_id"]
-            chains = [chain(pack_id, row) for pack_id, row, _ in packs.manifest(place["key"])]
+            chains = [chain(pack_id, row) for pack_id, row, _ in seen.manifest(place["key"])]
             assert {pack_id for links in chains for pack_id, _, _ in links} == set(manifest["pack_id"])
             for links in chains:
                 steps = [span for _, span, _ in links]
@@ -246,9 +263,10 @@ def test_what_the_format_says_of_packs_and_manifests(made: Committed, seen: Stor
                 codecs.update(codec for _, _, codec in links)
         for place in version.placement["packs"]:
             pack_id = place["key"].rsplit("/", 1)[1]
+            assert names(place["key"]) == ENTRIES
             assert size_and_head(pack_id) == (place["size"], place["head"])
-            assert len(packs.pack(pack_id)["span"]) == place["rows"]
-            assert set(packs.pack(pack_id)["span"]) == {place["span"]}
+            assert len(seen.pack(pack_id)["span"]) == place["rows"]
+            assert set(seen.pack(pack_id)["span"]) == {place["span"]}
     assert spans == {0, 1, 8, 64}
     assert codecs == {"raw@1", "planes@1", "sparse-ulp@1", "dense-ulp@1"}
 
@@ -256,11 +274,55 @@ def test_what_the_format_says_of_packs_and_manifests(made: Committed, seen: Stor
 @pytest.mark.parametrize("kind", ["commits", "structures", "manifests", "packs", "refs/log"])
 def test_a_flipped_bit_is_seen(made: Committed, tmp_path: Path, kind: str) -> None:
     """So agreement above is no accident: the reader does look at what it reads."""
-    shutil.copytree(made.folder, tmp_path / "store")
-    path = sorted(path for path in (tmp_path / "store" / kind).rglob("*") if path.is_file())[0]
+    folder = shutil.copytree(made.folder, tmp_path / "store")
+    flip(sorted(path for path in (folder / kind).rglob("*") if path.is_file())[0])
+    with pytest.raises((AssertionError, ValueError, KeyError, OSError)):
+        store = Store(folder)
+        check_copies(store)
+        for version in store.commits.values():
+            assert tensors_of(version)
+
+
+def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-40] ^= 1
     path.write_bytes(data)
-    with pytest.raises((AssertionError, ValueError, KeyError, OSError)):
-        for version in read_store(tmp_path / "store").commits.values():
-            assert version.tensors
+
+
+def run(folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, READER, folder], capture_output=True, text=True, check=False)
+
+
+def test_it_runs_as_a_script(tmp_path: Path) -> None:
+    with DeltaStore.create(tmp_path / "store") as library:
+        state = {"weight": torch.zeros(3, 5), "bias": torch.arange(7, dtype=torch.int16)}
+        first = library.commit(state, "first", files={"tokenizer.bin": bytes(range(256)) * 20})
+        state["weight"][1, 2] = 1.5
+        second = library.commit(state, "second", files={"tokenizer.bin": bytes(range(256)) * 20})
+    found = run(tmp_path / "store")
+    assert (found.returncode, found.stderr) == (0, "")
+    assert found.stdout == "".join(f"{commit.id[:12]} 2 tensors {15 * 4 + 7 * 2} bytes\n" for commit in (first, second))
+    lines = found.stdout
+    flip(max((tmp_path / "store" / "packs").rglob("*-*"), key=lambda path: path.stat().st_size))
+    found = run(tmp_path / "store")
+    assert found.returncode == 1
+    assert "Error" in found.stderr.splitlines()[-1]
+    assert len(found.stdout) < len(lines)
+
+
+def test_it_is_short_and_shares_nothing_with_the_library() -> None:
+    source = READER.read_text(encoding="utf-8")
+    assert len(source.splitlines()) <= 200
+    assert max(map(len, source.splitlines())) <= 130
+    imported = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            imported |= {name.name.split(".")[0] for name in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0
+            imported.add(str(node.module).split(".")[0])
+    readers = {"json", "safetensors", "numpy", "zstandard", "hashlib", "xxhash", "blake3"}
+    plain = {"__future__", "base64", "collections", "functools", "math", "pathlib", "sys", "typing", "uuid"}
+    assert readers <= imported <= readers | plain
+    assert "__import__" not in source
+    assert "importlib" not in source

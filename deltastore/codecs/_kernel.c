@@ -43,7 +43,7 @@
 #endif
 
 enum { PLAIN = 0, ROTATE = 1, ZIGZAG = 2 };
-enum { TILE_BYTES = 4096, MAX_WIDTH = 8, SLACK = 8 };
+enum { TILE_BYTES = 4096, TILE_CHANGES = 512, MAX_WIDTH = 8, SLACK = 8 };
 
 typedef struct { size_t gaps, changes; } Counts;
 
@@ -82,22 +82,23 @@ INLINE void forget_memory(const void *kept)
 #endif
 }
 
-/* Positions of the set bits of a tile's masks. Writes three per mask whatever it holds: a wrong guess of the processor at a
- * loop end costs more than three stores. Hence the slack behind `positions`. */
-INLINE size_t set_bits(const uint64_t *masks, size_t blocks, uint16_t *positions)
+/* Positions of the set bits of the masks that `filled` names, at most 64. Writes four at a time, however few there are: a wrong
+ * guess of the processor at a loop end costs more than some stores. Hence the slack behind `positions`. */
+INLINE size_t set_bits(const uint64_t *masks, uint64_t filled, uint16_t *positions)
 {
     const uint64_t guard = 1ull << 63; /* keeps the number of trailing zeros defined for an empty mask */
     size_t count = 0;
-    for (size_t block = 0; block < blocks; block++) {
+    for (; filled; filled &= filled - 1) {
+        const unsigned block = lowest_bit(filled);
         uint64_t mask = masks[block];
         uint16_t *out = positions + count;
-        const unsigned first = (unsigned)(64 * block);
         count += bit_count(mask);
-        for (unsigned k = 0; k < 3; k++) {
-            out[k] = (uint16_t)(first + lowest_bit(mask | guard));
-            mask &= mask - 1;
-        }
-        for (out += 3; mask; mask &= mask - 1) *out++ = (uint16_t)(first + lowest_bit(mask));
+        do {
+            for (unsigned k = 0; k < 4; k++) {
+                *out++ = (uint16_t)(64 * block + lowest_bit(mask | guard));
+                mask &= mask - 1;
+            }
+        } while (mask);
     }
     return count;
 }
@@ -106,12 +107,63 @@ INLINE size_t set_bits(const uint64_t *masks, size_t blocks, uint16_t *positions
 INLINE int gaps_fit(const uint8_t *gaps, size_t gap_bytes, size_t count, size_t length)
 {
     size_t skipped = 0, escapes = 0;
-    for (size_t index = 0; index < gap_bytes; index++) {
-        skipped += gaps[index];
-        escapes += gaps[index] == 255;
+    for (size_t start = 0; start < gap_bytes; start += TILE_BYTES) {
+        const size_t end = gap_bytes - start < TILE_BYTES ? gap_bytes : start + TILE_BYTES;
+        uint32_t sum = 0, full = 0; /* small sums are what compilers vectorise */
+        for (size_t index = start; index < end; index++) {
+            sum += gaps[index];
+            full += gaps[index] == 255;
+        }
+        skipped += sum;
+        escapes += full;
     }
     return gap_bytes - escapes == count && count <= length && skipped <= length - count &&
            (gap_bytes == 0 || gaps[gap_bytes - 1] != 255);
+}
+
+/* The next `wanted` positions, none before `*at`, from the gaps at `*index` on; both move on. False when the gaps end before,
+ * or lead to `length` or beyond: after `gaps_fit` only if somebody writes to them meanwhile.
+ * An escape writes a position that the next byte overwrites, so that no branch is guessed wrong. */
+INLINE int next_positions(const uint8_t *gaps, size_t gap_bytes, size_t *index, size_t *at, size_t length, size_t wanted,
+                          size_t *positions)
+{
+    size_t found = 0, next = *at;
+    while (found < wanted) {
+        const size_t left = gap_bytes - *index, run = left < wanted - found ? left : wanted - found;
+        const uint8_t *from = gaps + *index;
+        if (run == 0) return 0;
+        if (memchr(from, 255, run)) {
+            for (size_t k = 0; k < run; k++) {
+                const size_t gap = from[k], real = gap != 255;
+                positions[found] = next + gap;
+                next += gap + real;
+                found += real;
+            }
+        } else {
+            for (size_t k = 0; k < run; k++) {
+                positions[found + k] = next + from[k];
+                next += (size_t)from[k] + 1;
+            }
+            found += run;
+        }
+        *index += run;
+    }
+    *at = next;
+    return next <= length;
+}
+
+/* True when `codes` hold `count` two-bit codes, `long_count` of them 3, and nothing behind them. */
+INLINE int codes_fit(const uint8_t *codes, size_t count, size_t long_count)
+{
+    const size_t bytes = count / 4 + (count % 4 != 0);
+    size_t found = 0, index = 0;
+    for (; index + 8 <= bytes; index += 8) {
+        uint64_t quads;
+        memcpy(&quads, codes + index, 8);
+        found += bit_count(quads & quads >> 1 & 0x5555555555555555u);
+    }
+    for (; index < bytes; index++) found += bit_count(codes[index] & codes[index] >> 1 & 0x55u);
+    return found == long_count && (count % 4 == 0 || codes[bytes - 1] >> (2 * (count % 4)) == 0);
 }
 
 #define BITS 8
@@ -130,10 +182,11 @@ typedef struct {
     void (*split)(const uint8_t *, uint8_t *, size_t, int);
     void (*merge)(const uint8_t *const *, uint8_t *, size_t, int);
     size_t (*pack)(const uint8_t *const *, size_t, uint8_t *, uint8_t *);
-    int (*unpack)(const uint8_t *, size_t, const uint8_t *const *, size_t, uint8_t *);
+    int (*apply_packed)(uint8_t *, size_t, const uint8_t *, size_t, const uint8_t *, size_t, const uint8_t *const *, size_t, int);
 } Kernel;
 
-#define KERNEL(bits) {extract_##bits, apply_##bits, add_##bits, split_##bits, merge_##bits, pack_##bits, unpack_##bits}
+#define KERNEL(bits) \
+    {extract_##bits, apply_##bits, add_##bits, split_##bits, merge_##bits, pack_##bits, apply_packed_##bits}
 static const Kernel kernels[] = {KERNEL(8), KERNEL(16), KERNEL(32), KERNEL(64)};
 
 /* NULL with a Python error for other widths. */
@@ -346,29 +399,33 @@ static PyObject *kernel_pack(PyObject *Py_UNUSED(module), PyObject *args)
     return result;
 }
 
-static PyObject *kernel_unpack(PyObject *Py_UNUSED(module), PyObject *args)
+static PyObject *kernel_apply_packed(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    Py_buffer codes, planes, views[MAX_WIDTH];
+    Py_buffer target, gaps, codes, views[MAX_WIDTH];
     const uint8_t *longs[MAX_WIDTH];
     PyObject *tuple, *result = NULL;
+    Py_ssize_t count;
     unsigned width;
-    if (!PyArg_ParseTuple(args, "y*Ow*I:unpack", &codes, &tuple, &planes, &width)) return NULL;
+    int floating;
+    if (!PyArg_ParseTuple(args, "w*y*y*OnIp:apply_packed", &target, &gaps, &codes, &tuple, &count, &width, &floating))
+        return NULL;
     const Kernel *kernel = kernel_of(width);
-    if (kernel && check(planes.len % width == 0, "planes differ in length")) {
-        Py_ssize_t count = planes.len / width, long_count = borrow_planes(tuple, width, views, longs);
+    if (kernel && check(target.len % width == 0, "not a whole number of words") &&
+        check(count >= 0 && codes.len == count / 4 + (count % 4 != 0), "codes and count differ in length")) {
+        Py_ssize_t long_count = borrow_planes(tuple, width, views, longs);
         if (long_count >= 0) {
-            if (check(codes.len == count / 4 + (count % 4 != 0), "codes and planes differ in length")) {
-                int fits;
-                Py_BEGIN_ALLOW_THREADS
-                fits = kernel->unpack(codes.buf, (size_t)count, longs, (size_t)long_count, planes.buf);
-                Py_END_ALLOW_THREADS
-                result = PyBool_FromLong(fits);
-            }
+            int fits;
+            Py_BEGIN_ALLOW_THREADS
+            fits = kernel->apply_packed(target.buf, (size_t)target.len / width, gaps.buf, (size_t)gaps.len, codes.buf,
+                                        (size_t)count, longs, (size_t)long_count, floating);
+            Py_END_ALLOW_THREADS
+            result = PyBool_FromLong(fits);
             release_planes(width, views);
         }
     }
+    PyBuffer_Release(&target);
+    PyBuffer_Release(&gaps);
     PyBuffer_Release(&codes);
-    PyBuffer_Release(&planes);
     return result;
 }
 
@@ -380,7 +437,8 @@ static PyMethodDef methods[] = {
     {"split", kernel_split, METH_VARARGS, "split(words, planes, width, transform)"},
     {"merge", kernel_merge, METH_VARARGS, "merge(planes, words, width, transform)"},
     {"pack", kernel_pack, METH_VARARGS, "pack(planes, codes, longs, width) -> long steps"},
-    {"unpack", kernel_unpack, METH_VARARGS, "unpack(codes, longs, planes, width) -> whether the codes fit"},
+    {"apply_packed", kernel_apply_packed, METH_VARARGS,
+     "apply_packed(target, gaps, codes, longs, count, width, floating) -> whether the steps fit"},
     {NULL, NULL, 0, NULL},
 };
 
@@ -500,51 +558,87 @@ INLINE uint64_t N(changed)(const uint8_t *old, const uint8_t *new)
 /* Positions of the words of a tile that differ. */
 INLINE size_t N(changed_positions)(const uint8_t *old, const uint8_t *new, size_t length, uint16_t *positions)
 {
-    uint64_t masks[TILE_WORDS / 64 + 1], any = 0;
+    uint64_t masks[TILE_WORDS / 64], filled = 0;
     size_t blocks = length / 64;
-    for (size_t block = 0; block < blocks; block++)
-        any |= masks[block] = N(changed)(old + 64 * WIDTH * block, new + 64 * WIDTH * block);
-    if (length % 64) {
-        uint64_t mask = 0;
-        for (size_t index = 64 * blocks; index < length; index++)
-            mask |= (uint64_t)(N(load)(old, index) != N(load)(new, index)) << (index % 64);
-        any |= masks[blocks++] = mask;
+    for (size_t block = 0; block < blocks; block++) {
+        masks[block] = N(changed)(old + 64 * WIDTH * block, new + 64 * WIDTH * block);
+        filled |= (uint64_t)(masks[block] != 0) << block;
     }
-    return any ? set_bits(masks, blocks, positions) : 0;
+    if (length % 64) {
+        masks[blocks] = 0;
+        for (size_t index = 64 * blocks; index < length; index++)
+            masks[blocks] |= (uint64_t)(N(load)(old, index) != N(load)(new, index)) << (index % 64);
+        filled |= (uint64_t)(masks[blocks] != 0) << blocks;
+    }
+    return set_bits(masks, filled, positions);
+}
+
+/* Gaps before the `found` > 0 changes of a tile, the first of them `first` words behind the last change. Gives their number. */
+INLINE size_t N(write_gaps)(const uint16_t *positions, size_t found, size_t first, uint8_t *gaps)
+{
+    size_t written = first / 255;
+    unsigned widest = 0;
+    memset(gaps, 255, SLACK); /* all that most gaps need, without a loop */
+    if (written > SLACK) memset(gaps, 255, written);
+    gaps[written++] = (uint8_t)(first % 255);
+    for (size_t k = 1; k < found; k++) {
+        const unsigned gap = (unsigned)(positions[k] - positions[k - 1]) - 1;
+        widest = gap > widest ? gap : widest;
+    }
+    if (widest < 255) {
+        for (size_t k = 1; k < found; k++) gaps[written + k - 1] = (uint8_t)(positions[k] - positions[k - 1] - 1);
+        return written + found - 1;
+    }
+    for (size_t k = 1; k < found; k++) {
+        const unsigned gap = (unsigned)(positions[k] - positions[k - 1]) - 1, escapes = gap / 255;
+        memset(gaps + written, 255, SLACK);
+        if (escapes > SLACK) memset(gaps + written, 255, escapes);
+        written += escapes;
+        gaps[written++] = (uint8_t)(gap - 255 * escapes);
+    }
+    return written;
 }
 
 /* With a baseline: the steps from it to `live`, which it takes over. Without: the nonzero integers of `live`.
  * Another thread may write to `live` meanwhile. So each tile of it is copied once, the compiler may not look there
- * again, and everything else comes from the copy. */
+ * again, and everything else comes from the copy. The loops over the changes of a tile do one thing each, because that is
+ * what compilers vectorise. */
 INLINE Counts N(extract_steps)(uint8_t *baseline, const uint8_t *live, size_t length, uint8_t *gaps, uint8_t *planes,
                                int floating)
 {
-    uint8_t tile[TILE_BYTES];
+    uint8_t copy[TILE_BYTES];
     uint16_t positions[TILE_WORDS + SLACK];
+    WORD before[TILE_WORDS], after[TILE_WORDS];
     size_t next = 0;
     Counts done = {0, 0};
     for (size_t start = 0; start < length; start += TILE_WORDS) {
         const size_t words = length - start < TILE_WORDS ? length - start : TILE_WORDS;
         uint8_t *old = baseline ? baseline + WIDTH * start : NULL;
-        const uint8_t *before = baseline ? old : zeros;
-        memcpy(tile, live + WIDTH * start, WIDTH * words);
-        forget_memory(tile);
-        const size_t found = N(changed_positions)(before, tile, words, positions);
-        for (size_t k = 0; k < found; k++) {
-            const size_t at = positions[k], gap = start + at - next, escapes = gap / 255;
-            const WORD value = N(load)(tile, at);
-            const WORD step = (WORD)(N(rank)(value, floating) - N(rank)(N(load)(before, at), floating));
-            const WORD code = (WORD)(N(zigzag)(step) - 1);
-            if (baseline) N(store)(old, at, value);
-            for (unsigned plane = 0; plane < WIDTH; plane++)
-                planes[plane * length + done.changes] = (uint8_t)(code >> (8 * plane));
-            done.changes++;
-            next = start + at + 1;
-            memset(gaps + done.gaps, 255, SLACK); /* all that most gaps need, without a loop */
-            if (escapes > SLACK) memset(gaps + done.gaps, 255, escapes);
-            done.gaps += escapes;
-            gaps[done.gaps++] = (uint8_t)(gap - 255 * escapes);
+        const uint8_t *tile = live + WIDTH * start;
+        if (baseline) {
+            memcpy(copy, tile, WIDTH * words);
+            forget_memory(copy);
+            tile = copy;
         }
+        const size_t found = N(changed_positions)(baseline ? old : zeros, tile, words, positions);
+        if (found == 0) continue;
+        for (size_t k = 0; k < found; k++) {
+            after[k] = N(load)(tile, positions[k]);
+            if (!baseline) continue;
+            before[k] = N(load)(old, positions[k]);
+            N(store)(old, positions[k], after[k]);
+        }
+        for (size_t k = 0; k < found; k++) {
+            const WORD step = baseline ? (WORD)(N(rank)(after[k], floating) - N(rank)(before[k], floating)) : after[k];
+            after[k] = (WORD)(N(zigzag)(step) - 1);
+        }
+        for (unsigned plane = 0; plane < WIDTH; plane++) {
+            uint8_t *out = planes + plane * length + done.changes;
+            for (size_t k = 0; k < found; k++) out[k] = (uint8_t)(after[k] >> (8 * plane));
+        }
+        done.gaps += N(write_gaps)(positions, found, start + positions[0] - next, gaps + done.gaps);
+        done.changes += found;
+        next = start + positions[found - 1] + 1;
     }
     return done;
 }
@@ -557,22 +651,30 @@ CLONES static Counts N(extract)(uint8_t *baseline, const uint8_t *live, size_t l
     return N(extract_steps)(baseline, live, length, gaps, planes, 0);
 }
 
-/* Takes an escape for a step of zero, so that the loop has no branch that the processor guesses wrong. */
+/* Adds steps to the words at some different positions. Reading all before writing any lets the memory work ahead. */
+INLINE void N(add_at)(uint8_t *target, const size_t *positions, const WORD *steps, size_t count, int floating)
+{
+    WORD words[TILE_CHANGES];
+    for (size_t k = 0; k < count; k++) words[k] = N(load)(target, positions[k]);
+    for (size_t k = 0; k < count; k++) words[k] = N(word)((WORD)(N(rank)(words[k], floating) + steps[k]), floating);
+    for (size_t k = 0; k < count; k++) N(store)(target, positions[k], words[k]);
+}
+
 INLINE int N(apply_steps)(uint8_t *target, size_t length, const uint8_t *gaps, size_t gap_bytes, const uint8_t *const *planes,
                           size_t count, int floating)
 {
-    size_t at = 0, change = 0;
+    size_t positions[TILE_CHANGES], index = 0, at = 0;
+    WORD steps[TILE_CHANGES];
     if (!gaps_fit(gaps, gap_bytes, count, length)) return 0;
-    for (size_t index = 0; index < gap_bytes; index++) {
-        const size_t real = gaps[index] != 255;
-        at += gaps[index];
-        if (at >= length || change >= count) return 0; /* only if somebody writes to the streams meanwhile */
-        WORD code = 0;
-        for (unsigned plane = 0; plane < WIDTH; plane++) code |= (WORD)((WORD)planes[plane][change] << (8 * plane));
-        const WORD step = (WORD)(N(unzigzag)((WORD)(code + 1)) & (WORD)(0 - (WORD)real));
-        N(store)(target, at, N(word)((WORD)(N(rank)(N(load)(target, at), floating) + step), floating));
-        at += real;
-        change += real;
+    for (size_t first = 0; first < count; first += TILE_CHANGES) {
+        const size_t changes = count - first < TILE_CHANGES ? count - first : TILE_CHANGES;
+        if (!next_positions(gaps, gap_bytes, &index, &at, length, changes, positions)) return 0;
+        for (size_t k = 0; k < changes; k++) {
+            WORD code = 0;
+            for (unsigned plane = 0; plane < WIDTH; plane++) code |= (WORD)((WORD)planes[plane][first + k] << (8 * plane));
+            steps[k] = N(unzigzag)((WORD)(code + 1));
+        }
+        N(add_at)(target, positions, steps, changes, floating);
     }
     return 1;
 }
@@ -582,6 +684,48 @@ CLONES static int N(apply)(uint8_t *target, size_t length, const uint8_t *gaps, 
 {
     if (floating) return N(apply_steps)(target, length, gaps, gap_bytes, planes, count, 1);
     return N(apply_steps)(target, length, gaps, gap_bytes, planes, count, 0);
+}
+
+/* `apply` straight from what `pack` gives. */
+INLINE int N(apply_packed_steps)(uint8_t *target, size_t length, const uint8_t *gaps, size_t gap_bytes, const uint8_t *codes,
+                                 size_t count, const uint8_t *const *longs, size_t long_count, int floating)
+{
+    size_t positions[TILE_CHANGES], index = 0, at = 0, escaped = 0;
+    WORD steps[TILE_CHANGES], quads[256][4];
+    if (!gaps_fit(gaps, gap_bytes, count, length) || !codes_fit(codes, count, long_count)) return 0;
+    for (unsigned quad = 0; quad < 256; quad++)
+        for (unsigned k = 0; k < 4; k++) quads[quad][k] = N(unzigzag)((WORD)((quad >> (2 * k) & 3) + 1));
+    for (size_t first = 0; first < count; first += TILE_CHANGES) {
+        const size_t changes = count - first < TILE_CHANGES ? count - first : TILE_CHANGES;
+        uint8_t tile[TILE_CHANGES / 4] = {0};
+        uint16_t bits[TILE_CHANGES + SLACK];
+        uint64_t masks[TILE_CHANGES / 32], filled = 0;
+        if (!next_positions(gaps, gap_bytes, &index, &at, length, changes, positions)) return 0;
+        memcpy(tile, codes + first / 4, (changes + 3) / 4);
+        for (size_t quad = 0; quad < (changes + 3) / 4; quad++) memcpy(steps + 4 * quad, quads[tile[quad]], 4 * WIDTH);
+        for (unsigned group = 0; group < TILE_CHANGES / 32; group++) {
+            memcpy(&masks[group], tile + 8 * group, 8);
+            masks[group] &= masks[group] >> 1 & 0x5555555555555555u; /* bit 2 k: change k of the group has code 3 */
+            filled |= (uint64_t)(masks[group] != 0) << group;
+        }
+        const size_t found = set_bits(masks, filled, bits);
+        if (found > long_count - escaped) return 0; /* only if somebody writes to the codes meanwhile */
+        for (size_t k = 0; k < found; k++) {
+            WORD code = 0;
+            for (unsigned plane = 0; plane < WIDTH; plane++) code |= (WORD)((WORD)longs[plane][escaped + k] << (8 * plane));
+            steps[bits[k] / 2] = N(unzigzag)((WORD)(code + 1));
+        }
+        escaped += found;
+        N(add_at)(target, positions, steps, changes, floating);
+    }
+    return 1;
+}
+
+CLONES static int N(apply_packed)(uint8_t *target, size_t length, const uint8_t *gaps, size_t gap_bytes, const uint8_t *codes,
+                                  size_t count, const uint8_t *const *longs, size_t long_count, int floating)
+{
+    if (floating) return N(apply_packed_steps)(target, length, gaps, gap_bytes, codes, count, longs, long_count, 1);
+    return N(apply_packed_steps)(target, length, gaps, gap_bytes, codes, count, longs, long_count, 0);
 }
 
 INLINE void N(add_steps)(uint8_t *restrict target, const uint8_t *restrict steps, size_t length, int floating)
@@ -636,40 +780,31 @@ CLONES static void N(merge)(const uint8_t *const *planes, uint8_t *words, size_t
 
 /* zigzag(step) - 1 of 0, 1 or 2 is a two-bit code, four to a byte, first change lowest; code 3 sends all bytes of the
  * change to the long planes. `longs` has `count` bytes of room per plane. */
-static size_t N(pack)(const uint8_t *const *planes, size_t count, uint8_t *codes, uint8_t *longs)
+CLONES static size_t N(pack)(const uint8_t *const *planes, size_t count, uint8_t *codes, uint8_t *longs)
 {
+    uint16_t positions[TILE_CHANGES + SLACK];
     size_t escaped = 0;
-    for (size_t first = 0; first < count; first += 4) {
-        const size_t end = count - first < 4 ? count : first + 4;
-        unsigned quad = 0;
-        for (size_t change = first; change < end; change++) {
-            const unsigned low = planes[0][change];
-            unsigned high = 0;
-            for (unsigned plane = 1; plane < WIDTH; plane++) high |= planes[plane][change];
-            const unsigned code = (low < 3) & (high == 0) ? low : 3;
-            quad |= code << (2 * (change - first));
-            for (unsigned plane = 0; plane < WIDTH; plane++) longs[plane * count + escaped] = planes[plane][change];
-            escaped += code == 3;
+    for (size_t first = 0; first < count; first += TILE_CHANGES) {
+        const size_t changes = count - first < TILE_CHANGES ? count - first : TILE_CHANGES;
+        uint8_t tile[TILE_CHANGES] = {0}, is_long[TILE_CHANGES];
+        for (size_t k = 0; k < changes; k++) {
+            const uint8_t low = planes[0][first + k];
+            uint8_t high = 0;
+            for (unsigned plane = 1; plane < WIDTH; plane++) high |= planes[plane][first + k];
+            tile[k] = (low < 3) & (high == 0) ? low : 3;
+            is_long[k] = tile[k] == 3;
         }
-        codes[first / 4] = (uint8_t)quad;
+        for (size_t quad = 0; quad < (changes + 3) / 4; quad++) {
+            uint32_t four;
+            memcpy(&four, tile + 4 * quad, 4);
+            codes[first / 4 + quad] = (uint8_t)(four * 0x01041040u >> 24); /* moves byte k to bit 24 + 2 k */
+        }
+        const size_t found = changed_positions_8(zeros, is_long, changes, positions);
+        for (unsigned plane = 0; plane < WIDTH; plane++)
+            for (size_t k = 0; k < found; k++) longs[plane * count + escaped + k] = planes[plane][first + positions[k]];
+        escaped += found;
     }
     return escaped;
-}
-
-static int N(unpack)(const uint8_t *codes, size_t count, const uint8_t *const *longs, size_t long_count, uint8_t *planes)
-{
-    size_t escaped = 0;
-    if (count % 4 && codes[count / 4] >> (2 * (count % 4))) return 0;
-    memset(planes + count, 0, (WIDTH - 1) * count);
-    for (size_t change = 0; change < count; change++) {
-        const uint8_t code = (uint8_t)(codes[change / 4] >> (2 * (change % 4)) & 3);
-        planes[change] = code;
-        if (code != 3) continue;
-        if (escaped == long_count) return 0;
-        for (unsigned plane = 0; plane < WIDTH; plane++) planes[plane * count + change] = longs[plane][escaped];
-        escaped++;
-    }
-    return escaped == long_count;
 }
 
 #undef JOIN_

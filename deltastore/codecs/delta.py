@@ -102,8 +102,4 @@ def _decode(reader: PayloadReader, codec: str, word: Word, target: ByteArray, fl
     gap_bytes = reader.number(count + length // 255, "number of gap bytes")
     escaped = reader.number(count, "number of long steps")
     gaps, codes, *longs = reader.streams([gap_bytes, (count + 3) // 4] + [escaped] * word.width)
-    steps = Steps(word, length, gaps, kernel.unpack(codes, tuple(longs), count, word))
-    if floating:
-        kernel.apply(target, steps)
-    else:
-        kernel.accumulate(target, steps)
+    kernel.apply_packed(target, gaps, codes, tuple(longs), count, Word(word.width, floating))

@@ -159,12 +159,17 @@ def pack(steps: Steps) -> tuple[ByteArray, tuple[ByteArray, ...]]:
     return codes, tuple(longs[k * count : k * count + escaped] for k in range(width))
 
 
-def unpack(codes: ByteArray, longs: tuple[ByteArray, ...], count: int, word: Word) -> tuple[ByteArray, ...]:
-    """The inverse of `pack`: planes of `count` steps (views of scratch memory). FormatError when the two do not fit."""
-    planes = _scratch.take("unpacked", count * word.width)
-    if not _backend.unpack(codes, longs, planes, word.width):
+def apply_packed(
+    target: ByteArray, gaps: ByteArray, codes: ByteArray, longs: tuple[ByteArray, ...], count: int, word: Word
+) -> None:
+    """Adds `count` steps, as `pack` gives them, to `target` in rank space, in place: `apply` without the planes between.
+
+    `codes` must hold (count + 3) // 4 bytes. FormatError, target untouched, when gaps, codes and long steps do not fit each
+    other or the target.
+    """
+    length = word_count(target, word)
+    if not _backend.apply_packed(target, gaps, codes, longs, count, word.width, word.floating):
         raise FormatError(
-            f"a delta of {count} steps announces {longs[0].size} long ones, its codes say otherwise: its bytes are damaged, "
-            "run `deltastore verify`"
+            f"a delta does not fit its chunk: {count} steps, {longs[0].size} of them long, in {gaps.size} gap bytes for {length} "
+            f"words of {word.width} bytes; its bytes are damaged or its base is another chunk, run `deltastore verify`"
         )
-    return tuple(planes[k * count : (k + 1) * count] for k in range(word.width))

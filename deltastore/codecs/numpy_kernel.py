@@ -1,7 +1,7 @@
 """The NumPy twin of the native kernel: the same functions, arguments, results and bytes as `_kernel.c`.
 
 It runs where no compiled kernel is, and is the readable statement of what the kernel does. Outputs are written into buffers
-of the caller; `apply` and `unpack` say False, having changed nothing in the target, when streams do not fit.
+of the caller; `apply` and `apply_packed` say False, having changed nothing in the target, when streams do not fit.
 """
 
 from __future__ import annotations
@@ -167,15 +167,27 @@ def pack(planes: tuple[ByteArray, ...], codes: ByteArray, longs: ByteArray, widt
     return size
 
 
-def unpack(codes: ByteArray, longs: tuple[ByteArray, ...], planes: ByteArray, width: int) -> bool:
-    """The inverse of `pack`. False when codes and long steps do not fit together."""
-    count = planes.size // width
-    short = (codes[:, None] >> np.array([0, 2, 4, 6], np.uint8) & 3).reshape(-1)
+def _unpack(codes: ByteArray, longs: tuple[ByteArray, ...], count: int) -> tuple[ByteArray, ...] | None:
+    """The inverse of `pack`. None when codes and long steps do not fit together."""
+    short: ByteArray = (codes[:, None] >> np.array([0, 2, 4, 6], np.uint8) & np.uint8(3)).reshape(-1)
     escaped = short[:count] == 3
     if short[count:].any() or int(np.count_nonzero(escaped)) != longs[0].size:
-        return False
-    for index, plane in enumerate(longs):
-        target = planes[index * count : (index + 1) * count]
-        target[:] = short[:count] if index == 0 else 0
-        target[escaped] = plane
-    return True
+        return None
+    planes = (short[:count], *(np.zeros(count, np.uint8) for _ in longs[1:]))
+    for plane, long in zip(planes, longs, strict=True):
+        plane[escaped] = long
+    return planes
+
+
+def apply_packed(
+    target: ByteArray,
+    gaps: ByteArray,
+    codes: ByteArray,
+    longs: tuple[ByteArray, ...],
+    count: int,
+    width: int,
+    floating: bool,
+) -> bool:
+    """`apply` of what `pack` gives. False, and nothing changed, when it does not fit."""
+    planes = _unpack(codes, longs, count)
+    return planes is not None and apply(target, gaps, planes, width, floating)

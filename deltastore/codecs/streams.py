@@ -78,14 +78,14 @@ def _worth_compressing(raw: ByteArray) -> bool:
     return float(-(shares * np.log2(shares)).sum()) / 8 < INCOMPRESSIBLE
 
 
-def _store(raw: ByteArray) -> tuple[int, bytes]:
+def _store(raw: ByteArray) -> tuple[int, bytes | memoryview]:
     if not raw.size or not raw.max():  # quicker than any(), which converts to bool
         return ZERO, b""
     if raw.size >= MIN_ZSTD_BYTES and _worth_compressing(raw):
         frame: bytes = _coders.compressor.compress(raw.data)
         if len(frame) < raw.size:
             return ZSTD, frame
-    return RAW, raw.tobytes()
+    return RAW, raw.data
 
 
 def write_payload(word: Word, numbers: Sequence[int], streams: Sequence[ByteArray]) -> bytes:
@@ -121,13 +121,15 @@ class PayloadReader:
     def number(self, limit: int, name: str) -> int:
         """A varint of at most `limit`."""
         number = 0
+        at = self._at
         for shift in range(0, 63, 7):
-            if self._at >= len(self._bytes):
+            if at >= len(self._bytes):
                 raise self.damaged(f"ends inside the {name}")
-            byte = self._bytes[self._at]
-            self._at += 1
+            byte = self._bytes[at]
+            at += 1
             number |= (byte & 127) << shift
             if byte < 128:
+                self._at = at
                 if number > limit:
                     raise self.damaged(f"{name} is {number}, expected at most {limit}")
                 return number

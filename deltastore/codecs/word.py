@@ -46,7 +46,10 @@ class Word:
             raise FormatError(
                 f"payload begins with word code {code}, expected 0 to 7: its bytes are damaged, run `deltastore verify`"
             )
-        return Word(1 << (code & 3), code >= 4)
+        return _WORDS[code]
+
+
+_WORDS = tuple(Word(1 << (code & 3), code >= 4) for code in range(8))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -78,8 +78,13 @@ def test_kernels_split_merge_and_pack_equal_bytes(case: tuple[Word, np.ndarray, 
             steps = kernel.extract(old.copy(), new, word)
             codes, longs = kernel.pack(steps)
             seen.setdefault("pack", set()).add(codes.tobytes() + b"".join(plane.tobytes() for plane in longs))
-            unpacked = kernel.unpack(codes, longs, steps.count, word)
-            assert [plane.tobytes() for plane in unpacked] == [plane.tobytes() for plane in steps.planes]
+            target = old.copy()
+            kernel.apply_packed(target, steps.gaps, codes, longs, steps.count, word)
+            assert target.tobytes() == new.tobytes()
+            total, expected = np.zeros_like(old), np.zeros_like(old)
+            kernel.apply_packed(total, steps.gaps, codes, longs, steps.count, Word(word.width, False))
+            kernel.accumulate(expected, steps)
+            assert total.tobytes() == expected.tobytes()
     assert all(len(outputs) == 1 for outputs in seen.values())
 
 
@@ -164,16 +169,113 @@ def test_steps_that_do_not_fit_are_refused_and_change_nothing(gaps: list[int], c
             assert memory.tobytes() == before
 
 
-def test_codes_and_long_steps_that_do_not_fit_are_refused() -> None:
-    word = Word(2, True)
-    none, one = (np.zeros(0, np.uint8),) * 2, (np.ones(1, np.uint8),) * 2
+def refused(word: Word, gaps: np.ndarray, codes: np.ndarray, longs: tuple[np.ndarray, ...], count: int, length: int) -> bool:
+    """Whether packed steps are refused by every kernel, the target untouched; else their results are equal."""
+    results = set()
     for module in KERNELS:
+        memory = np.arange(length * word.width + 64, dtype=np.int64).astype(np.uint8)
+        before = memory.copy()
         with using(module):
-            for codes, longs, count in (([0b11], none, 1), ([0b00], one, 1), ([0b0100], none, 1), ([0b1111], one, 2)):
-                with pytest.raises(FormatError):
-                    kernel.unpack(np.array(codes, np.uint8), longs, count, word)
-            planes = kernel.unpack(np.array([0b1101], np.uint8), one, 2, word)
-            assert [plane.tolist() for plane in planes] == [[1, 1], [0, 1]]
+            try:
+                kernel.apply_packed(memory[32:-32], gaps, codes, longs, count, word)
+                results.add(memory.tobytes())
+                assert np.array_equal(memory[:32], before[:32])
+                assert np.array_equal(memory[-32:], before[-32:])
+            except FormatError:
+                assert memory.tobytes() == before.tobytes()
+                results.add(b"refused")
+    assert len(results) == 1
+    return results == {b"refused"}
+
+
+@pytest.mark.parametrize(
+    ("gaps", "codes", "long_count", "count"),
+    [
+        ([0], [0b11], 0, 1),  # a long step that is not there
+        ([0], [0b00], 1, 1),  # one too many
+        ([0], [0b0100], 0, 1),  # a code behind the last change
+        ([0, 0], [0b1111], 1, 2),
+        ([0, 0], [0b1111], 3, 2),
+        ([8], [0], 0, 1),  # a position behind the end
+        ([0, 7], [0], 0, 2),
+        ([255], [], 0, 0),  # ends in an escape
+        ([0, 255], [0], 0, 1),
+        ([0], [0], 0, 2),  # fewer positions than changes
+        ([0] * 9, [0] * 3, 0, 9),  # more changes than words
+        ([255] * 300 + [0], [0], 0, 1),
+    ],
+)
+def test_packed_steps_that_do_not_fit_are_refused_and_change_nothing(
+    gaps: list[int], codes: list[int], long_count: int, count: int
+) -> None:
+    for word in WORDS:
+        longs = (np.ones(long_count, np.uint8),) * word.width
+        assert refused(word, np.array(gaps, np.uint8), np.array(codes, np.uint8), longs, count, 8)
+        assert not refused(
+            word, np.array([3, 2], np.uint8), np.array([0b1101], np.uint8), (np.ones(1, np.uint8),) * word.width, 2, 8
+        )
+
+
+@given(
+    st.sampled_from(WORDS),
+    st.sampled_from([1, 2, 31, 32, 33, 511, 512, 513, 1025, 1600]),
+    st.sampled_from([0.0, 0.1, 1.0]),
+    st.sampled_from([0, 1, 300]),
+    st.sampled_from(["", "gap", "code", "long", "end"]),
+    st.integers(0, 2**32),
+)
+@settings(max_examples=150, deadline=None)
+def test_packed_steps_of_many_tiles_give_equal_results_whole_or_damaged(
+    word: Word, count: int, share: float, spread: int, damage: str, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    skipped = rng.integers(0, spread + 1, count)
+    gaps = np.concatenate([np.array([255] * (skip // 255) + [skip % 255], np.uint8) for skip in skipped.tolist()])
+    kinds = np.where(rng.random(count) < share, 3, rng.integers(0, 3, count))
+    quads = np.zeros((count + 3) // 4 * 4, np.int64)
+    quads[:count] = kinds
+    codes = (quads.reshape(-1, 4) << [0, 2, 4, 6]).sum(axis=1).astype(np.uint8)
+    long_count = int((kinds == 3).sum())
+    length = int(skipped.sum()) + count
+    if damage == "gap":
+        gaps[rng.integers(gaps.size)] ^= np.uint8(1 << int(rng.integers(8)))
+    elif damage == "code":
+        codes[rng.integers(codes.size)] ^= np.uint8(1 << int(rng.integers(8)))
+    elif damage == "long":
+        long_count += 1
+    elif damage == "end":
+        length -= 1
+    longs = tuple(rng.integers(0, 256, long_count, np.uint8) for _ in range(word.width))
+    found = refused(word, gaps, codes, longs, count, length)
+    if damage in ("", "long", "end"):
+        assert found == bool(damage)
+
+
+@pytest.mark.skipif(native_kernel is None, reason="the native kernel is not built")
+def test_streams_that_change_while_they_are_applied_never_lead_outside_of_the_target() -> None:
+    count, length = 40_000, 80_000
+    gaps, codes = np.ones(count, np.uint8), np.zeros(count // 4, np.uint8)
+    longs = (np.zeros(0, np.uint8),) * 2
+    memory = np.full(2 * length + 8192, 0xA5, np.uint8)
+    stop = threading.Event()
+
+    def disturb() -> None:
+        while not stop.is_set():
+            gaps[::3] = 255
+            codes[:] = 255
+            gaps[:] = 1
+            codes[:] = 0
+
+    thread = threading.Thread(target=disturb)
+    thread.start()
+    try:
+        for _ in range(300):
+            native_kernel.apply_packed(memory[4096:-4096], gaps, codes, longs, count, 2, True)
+    finally:
+        stop.set()
+        thread.join()
+    assert bool((memory[:4096] == 0xA5).all())
+    assert bool((memory[-4096:] == 0xA5).all())
 
 
 def test_buffers_of_wrong_size_or_kind_are_refused() -> None:
@@ -216,7 +318,11 @@ def test_the_native_kernel_checks_its_own_arguments() -> None:
         lambda: native_kernel.merge((zeros(4), zeros(4)), zeros(9), 2, 0),
         lambda: native_kernel.pack((zeros(5), zeros(5)), zeros(1), zeros(10), 2),
         lambda: native_kernel.pack((zeros(5), zeros(5)), zeros(2), zeros(9), 2),
-        lambda: native_kernel.unpack(zeros(2), (zeros(1), zeros(1)), zeros(8), 2),
+        lambda: native_kernel.apply_packed(zeros(8), zeros(4), zeros(2), (zeros(0), zeros(0)), 4, 2, True),
+        lambda: native_kernel.apply_packed(zeros(8), zeros(4), zeros(1), (zeros(0), zeros(0)), -1, 2, True),
+        lambda: native_kernel.apply_packed(zeros(8), zeros(4), zeros(1), (zeros(0), zeros(1)), 4, 2, True),
+        lambda: native_kernel.apply_packed(zeros(8), zeros(4), zeros(1), (zeros(0),), 4, 2, True),
+        lambda: native_kernel.apply_packed(zeros(9), zeros(4), zeros(1), (zeros(0), zeros(0)), 4, 2, True),
     ]
     for call in calls:
         with pytest.raises(ValueError):

@@ -9,8 +9,7 @@ MODES = {"count": 0, "kill": 1, "torn": 2, "full": 3, "broken": 4}
 
 
 def arm(folder: str, number: int, mode: str) -> None:
-    """Count calls below a folder from now on, and act at one of them: the modes are those of
-    `kill_shim.c`."""
+    """Count calls below a folder from now on, and act at one of them: one of MODES, see `kill_shim.c`."""
     ctypes.CDLL(None).kill_shim_arm(os.fsencode(os.path.realpath(folder)), ctypes.c_long(number), MODES[mode])
 
 

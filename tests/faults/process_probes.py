@@ -62,7 +62,8 @@ def create_together(folder: str, number: int, exist_ok: bool, start: float) -> s
         return ""
     with store:
         commit_step(store, number, branch=f"writer-{number}")
-        return store._index.meta().store_uuid
+        identity: str = store._index.meta().store_uuid
+        return identity
 
 
 # -- forks ------------------------------------------------------------------------------------------------------------

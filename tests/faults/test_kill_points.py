@@ -12,25 +12,27 @@ from warm_process import WarmProcess
 
 pytestmark = pytest.mark.slow
 
-
 READING = ("get", "stat", "list", "sql BEGIN", "sql SELECT", "sql PRAGMA")
+KILLED_WHILE_READING = ("commit", "create", "reset a branch")  # the others read what these read
 
 
-def moments(labels: list[str]) -> list[dict[str, Any]]:
-    """Every moment to be killed at: before each operation, and right after those outside of SQL and each COMMIT.
+def moments(labels: list[str], while_reading: bool) -> list[dict[str, Any]]:
+    """The moments to be killed at: before each operation, and right after those outside of SQL and each COMMIT.
 
     (Between a statement and the next operation nothing happens.) Moments that follow an operation that changes something
-    leave a store of their own, which is checked as a whole. The last one, before an operation that there is not, is never
-    reached.
+    leave a store of their own, which is checked as a whole; those that follow a reading are left out on request. The last
+    moment, before an operation that there is not, is never reached.
     """
     found: list[dict[str, Any]] = []
-    whole = True
+    whole, writing = True, False
     for number, label in enumerate(labels, 1):
         found.append({"number": number, "after": False, "whole": whole})
-        whole = not label.startswith(READING)
+        writing = label == "sql BEGIN IMMEDIATE" or (writing and label != "sql BEGIN")
+        whole = writing if label == "sql COMMIT" else not label.startswith(READING)
         if label == "sql COMMIT" or not label.startswith("sql "):
             found.append({"number": number, "after": True, "whole": whole})
-    return [*found, {"number": len(labels) + 1, "after": False, "whole": True}]
+    kept = [moment for moment in found if moment["whole"] or while_reading]
+    return [*kept, {"number": len(labels) + 1, "after": False, "whole": True}]
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
@@ -43,7 +45,8 @@ def test_kill_at_every_operation(scenario: str, warm: WarmProcess, work: Path) -
     labels = warm.call(list_operations, scenario=scenario, template=template)
     assert "sql COMMIT" in labels
     assert any(label.startswith("put ") for label in labels)
-    results = warm.share(kill_at_operations, moments(labels), scenario=scenario, template=template)
+    at = moments(labels, scenario in KILLED_WHILE_READING)
+    results = warm.share(kill_at_operations, at, scenario=scenario, template=template)
     assert [result["killed"] for result in results] == [True] * (len(results) - 1) + [False]
     landed = [result["refs"] != old for result in results]
     assert landed == sorted(landed), "what had landed at one moment was gone at a later one"

@@ -31,8 +31,8 @@ def live_state() -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("baseline", ["ram", "none"])
-def test_tensors_that_a_thread_flips(baseline: str, work: Path) -> None:
+@pytest.mark.parametrize(("baseline", "count"), [("ram", 50), ("none", 20)])
+def test_tensors_that_a_thread_flips(baseline: str, count: int, work: Path) -> None:
     state = live_state()
     words = [words_of(tensor) for tensor in state.values()]
     before = [array.copy() for array in words]
@@ -51,14 +51,14 @@ def test_tensors_that_a_thread_flips(baseline: str, work: Path) -> None:
     with DeltaStore.create(work / "store", baseline=baseline, trust="none") as store:
         thread.start()
         try:
-            commits = [store.commit(state, metadata={"step": step}) for step in range(50)]
+            commits = [store.commit(state, metadata={"step": step}) for step in range(count)]
         finally:
             stop.set()
             thread.join()
-        assert flips > 50
+        assert flips > count
         assert any((array != old).any() for array, old in zip(words, before, strict=True))
         trees = {commit.tree for commit in commits}
-        assert len(trees) > 25, "hardly anything changed between the commits"
+        assert len(trees) > count // 2, "hardly anything changed between the commits"
         report = store.verify(read_data=True)
         assert report, report.problems
         for commit in commits[::7]:

@@ -29,6 +29,7 @@ def head_step(store: DeltaStore, branch: str = "main") -> int:
 
 
 def commit_next(store: DeltaStore, branch: str = "main") -> int:
+    """Commit the step after that of the head; returns it."""
     step = head_step(store, branch) + 1
     commit_step(store, step, branch=branch)
     return step
@@ -58,6 +59,7 @@ def refs_of(folder: str) -> list[str] | None:
 
 
 def copy_store(template: str, work: str) -> str:
+    """A copy of a store, in the folder `work`; just its place when there is no such store."""
     folder = str(Path(work) / "store")
     if Path(template).exists():
         shutil.copytree(template, folder)

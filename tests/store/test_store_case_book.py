@@ -174,8 +174,8 @@ def test_c13_changes_beyond_32_bits(folder: Path, elements: int) -> None:
         store.commit({"w": tensor})
         first = sum(objects(folder, "packs").values())
         assert first < 1_000_000  # all chunks but the last are one
-        tensor[-8:] = torch.arange(8)
         tensor[(1 << 31) - 1 : (1 << 31) + 1] = 7
+        tensor[-8:] = torch.arange(8)
         store.commit({"w": tensor})
         assert sum(objects(folder, "packs").values()) - first < 10_000
     with DeltaStore(folder, trust="none") as store:
@@ -183,7 +183,7 @@ def test_c13_changes_beyond_32_bits(folder: Path, elements: int) -> None:
         assert lazy.shape == (elements,)
         assert lazy.nbytes == elements
         assert lazy[-8:].load().tolist() == list(range(8))
-        assert lazy[elements - 9].load() == 0
+        assert lazy[elements - 10].load() == 0
         around = [0, 7, 7, 0] if elements > 1 << 32 else [0, 7, 0, 1]
         assert lazy[(1 << 31) - 2 : (1 << 31) + 2].load().tolist() == around
         assert not any(store.checkout("main~1")["w"][-8:].load())

@@ -268,7 +268,7 @@ states = st.recursive(
 
 
 @settings(max_examples=40, deadline=None, phases=[Phase.generate])
-@given(state=states)
+@given(state=states.filter(lambda state: not isinstance(state, str)))  # a text is the path of a checkpoint
 def test_any_state_comes_back(tmp_path_factory: pytest.TempPathFactory, state: Any) -> None:
     with any_store(tmp_path_factory) as store:
         commit = store.commit(state)

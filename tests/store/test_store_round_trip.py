@@ -131,8 +131,9 @@ def test_both_kernels_write_equal_payloads(series: tuple[Path, list[dict[str, by
 
 def test_the_environment_variable_chooses_the_numpy_kernel(folder: Path) -> None:
     program = """
-import sys, numpy as np, torch
+import sys, torch
 from deltastore import DeltaStore
+from deltastore.codecs import kernel
 words = torch.arange(40_000, dtype=torch.int16)
 with DeltaStore.create(sys.argv[1]) as store:
     for step in range(10):
