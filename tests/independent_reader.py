@@ -104,42 +104,6 @@ def decode(codec: str, payload: bytes, raw_length: int, base: bytes | None) -> b
     return bytes(words)
 
 
-class Commit:
-    """A verified commit. `names`: name -> number of the stored tensor; `files`: name -> data, or such a number."""
-
-    def __init__(self, store: Store, document: bytes) -> None:
-        parts = parse(document, "commit", "optional identity placement publish")
-        self.store, self.identity, self.placement = store, parts["identity"], parts["placement"]
-        self.id, self.stored, self.files = sha256("commit", self.identity), list[Any](), dict[str, bytes | int]()
-        self.structure = parse((store.root / self.placement["structure"]["key"]).read_bytes(), "structure", "tree tensors files")
-        digests, file_digests = list[str](), []
-        for dtype, shape, shard, position in self.structure["tensors"]:
-            end = position - (-math.prod(shape) >> 20)
-            rows = store.manifest(self.placement["manifests"][shard]["key"])[position:end] if end > position else []
-            self.stored.append((dtype, tuple(shape), rows))
-            digests.append(sha256("tensor", {"dtype": dtype, "shape": shape}, b"\n", *[digest for *_, digest in rows]))
-        for file in self.structure["files"]:
-            number, data = file["tensor"], b64decode(file["data"] or "")
-            inline = sha256("tensor", {"dtype": "uint8", "shape": [len(data)]}, b"\n", blake3(data).digest() if data else b"")
-            file_digests.append([file["name"], inline if number is None else digests[number]])
-            self.files[file["name"]] = data if number is None else number
-        values, named = self.placement["values"], list(tensors_by_name(self.structure["tree"]))
-        self.values = values if isinstance(values, list) else json.loads(self.read(values["tensor"])[2])  # packed
-        self.names = dict(named)
-        self.own: int = len({number for _, number in named})  # they are the first ones
-        tree = {"files": file_digests, "state": self.structure["tree"], "tensors": digests[: self.own], "values": self.values}
-        assert sha256("tree", tree) == self.identity["tree"], f"commit {self.id} has another tree"
-
-    def read(self, number: int) -> tuple[str, tuple[int, ...], bytes]:
-        """dtype, shape and bytes of a stored tensor, verified."""
-        dtype, shape, rows = self.stored[number]
-        chunks = [self.store.chunk(pack_id, row) for pack_id, row, _ in rows]
-        assert [blake3(chunk).digest() for chunk in chunks] == [digest for *_, digest in rows], f"chunks of tensor {number}"
-        step, size = ITEMSIZES.get(dtype, 1) << 20, ITEMSIZES.get(dtype, 1) * math.prod(shape)
-        assert [*map(len, chunks)] == [min(step, size - at) for at in range(0, size, step)], f"lengths of tensor {number}"
-        return dtype, shape, b"".join(chunks)
-
-
 class Store:
     """`refs`: name -> (kind, commit id); `history`: the same after each entry of the log; `commits`: by id, in log order."""
 
@@ -189,11 +153,45 @@ class Store:
         base_pack, base_row, raw_length = (int(pack[name][row]) for name in ("base_pack", "base_row", "raw_length"))
         base = self.chunk(str(UUID(bytes=bytes(pack["bases"][base_pack]))), base_row) if pack["span"][row] else None
         chunk = decode(pack["codecs"].split(" ")[pack["codec"][row]], bytes(pack["payload"][row]), raw_length, base)
-        assert (xxh3_128_digest(chunk), len(chunk)) == (bytes(pack["fast_digest"][row]), raw_length), (
-            f"xxh3 in {pack_id}, row {row}"
-        )
-        assert blake3(chunk).digest() == bytes(pack["digest"][row]), f"BLAKE3 in {pack_id}, row {row}"
+        assert (xxh3_128_digest(chunk), len(chunk)) == (bytes(pack["fast_digest"][row]), raw_length), f"xxh3: {pack_id} {row}"
+        assert blake3(chunk).digest() == bytes(pack["digest"][row]), f"BLAKE3: {pack_id} {row}"
         return chunk
+
+
+class Commit:
+    """A verified commit. `names`: name -> number of the stored tensor; `files`: name -> data, or such a number."""
+
+    def __init__(self, store: Store, document: bytes) -> None:
+        parts = parse(document, "commit", "optional identity placement publish")
+        self.store, self.identity, self.placement = store, parts["identity"], parts["placement"]
+        self.id, self.stored, self.files = sha256("commit", self.identity), list[Any](), dict[str, bytes | int]()
+        assert document in [path.read_bytes() for path in store.root.glob(f"commits/{self.id[:2]}/{self.id}.*.json")], self.id
+        self.structure = parse((store.root / self.placement["structure"]["key"]).read_bytes(), "structure", "tree tensors files")
+        digests, file_digests, named = list[str](), [], list(tensors_by_name(self.structure["tree"]))
+        self.names, self.own = dict(named), len({number for _, number in named})  # the own tensors are the first
+        for dtype, shape, shard, position in self.structure["tensors"]:
+            end = position - (-math.prod(shape) >> 20)
+            rows = store.manifest(self.placement["manifests"][shard]["key"])[position:end] if end > position else []
+            self.stored.append((dtype, tuple(shape), rows))
+            digests.append(sha256("tensor", {"dtype": dtype, "shape": shape}, b"\n", *[digest for *_, digest in rows]))
+        for file in self.structure["files"]:
+            number, data = file["tensor"], b64decode(file["data"] or "")
+            inline = sha256("tensor", {"dtype": "uint8", "shape": [len(data)]}, b"\n", blake3(data).digest() if data else b"")
+            file_digests.append([file["name"], inline if number is None else digests[number]])
+            self.files[file["name"]] = data if number is None else number
+        values = self.placement["values"]
+        self.values = values if isinstance(values, list) else json.loads(self.read(values["tensor"])[2])  # packed
+        tree = {"files": file_digests, "state": self.structure["tree"], "tensors": digests[: self.own], "values": self.values}
+        assert sha256("tree", tree) == self.identity["tree"], f"commit {self.id} has another tree"
+
+    def read(self, number: int) -> tuple[str, tuple[int, ...], bytes]:
+        """dtype, shape and bytes of a stored tensor, verified."""
+        dtype, shape, rows = self.stored[number]
+        chunks = [self.store.chunk(pack_id, row) for pack_id, row, _ in rows]
+        assert [blake3(chunk).digest() for chunk in chunks] == [digest for *_, digest in rows], f"chunks of tensor {number}"
+        step, size = ITEMSIZES.get(dtype, 1) << 20, ITEMSIZES.get(dtype, 1) * math.prod(shape)
+        assert [*map(len, chunks)] == [min(step, size - at) for at in range(0, size, step)], f"lengths of tensor {number}"
+        return dtype, shape, b"".join(chunks)
 
 
 if __name__ == "__main__":

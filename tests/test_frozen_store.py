@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from independent_reader import Commit, Store
-from independent_values import check_copies, files_of, tensors_of, values_of
+from independent_values import check_snapshots, files_of, tensors_of, values_of
 
 from deltastore import DeltaStore
 
@@ -88,7 +88,7 @@ def test_the_independent_reader_reads_every_commit(folder: Path) -> None:
     store = Store(folder)
     assert {name: list(ref) for name, ref in store.refs.items()} == EXPECTED["refs"]
     assert store.commits.keys() == COMMITS.keys()
-    check_copies(store)
+    check_snapshots(store)
     for commit_id, version in store.commits.items():
         expected = COMMITS[commit_id]
         assert described(version) == expected["tensors"]

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from independent_reader import Store
-from independent_values import check_copies, files_of, state_of, tensors_of, unpack, values_of
+from independent_values import check_snapshots, files_of, state_of, tensors_of, unpack, values_of
 from safetensors import safe_open
 
 from deltastore import DeltaStore, reflog
@@ -177,7 +177,7 @@ def seen(made: Committed) -> Store:
 def test_refs_are_those_of_the_library(made: Committed, seen: Store) -> None:
     assert seen.refs == {ref.name: (ref.kind, ref.commit_id) for ref in made.library.list_refs()}
     assert {"main", "exp/adam", "first", "trained", "dtypes", "odd"} == seen.refs.keys()
-    assert check_copies(seen) > 2
+    assert check_snapshots(seen) > 2
 
 
 def test_commits_are_those_of_the_library(made: Committed, seen: Store) -> None:
@@ -277,9 +277,7 @@ def test_a_flipped_bit_is_seen(made: Committed, tmp_path: Path, kind: str) -> No
     folder = shutil.copytree(made.folder, tmp_path / "store")
     flip(sorted(path for path in (folder / kind).rglob("*") if path.is_file())[0])
     with pytest.raises((AssertionError, ValueError, KeyError, OSError)):
-        store = Store(folder)
-        check_copies(store)
-        for version in store.commits.values():
+        for version in Store(folder).commits.values():
             assert tensors_of(version)
 
 

@@ -22,13 +22,13 @@ def test_a_small_file_system(warm: WarmProcess, work: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["full", "broken"])
-def test_a_disk_that_fails_at_every_other_call(mode: str, warm_above_shim: WarmProcess, work: Path) -> None:
+def test_a_disk_that_fails_at_every_third_call(mode: str, warm_above_shim: WarmProcess, work: Path) -> None:
     """From the n-th call on, no room to write; or one input/output error, and no sync after it."""
     template = work / "template"
     warm_above_shim.call(prepare, folder=template, commits=3)
     kinds = warm_above_shim.call(list_calls, scenario="commit", template=template)
     numbers = [number for number, kind in enumerate(kinds, 1) if mode == "broken" or kind in "wt"]
-    moments = [{"template": template, "number": number, "mode": mode} for number in numbers[::2]]
+    moments = [{"template": template, "number": number, "mode": mode} for number in numbers[::3]]
     outcomes = warm_above_shim.share(fail_at_calls, moments)
     assert {"landed", "StoreFullError" if mode == "full" else "StorageError"} <= set(outcomes)
     allowed = {"landed", "StoreFullError"} if mode == "full" else {"landed", "StorageError", "landed, StorageError"}

@@ -25,7 +25,7 @@ def test_kill_at_every_call(scenario: str, warm_above_shim: WarmProcess, work: P
     moments: list[dict[str, Any]] = [
         {"number": number, "mode": mode}
         for number, kind in enumerate(kinds, 1)
-        for mode in (("kill", "torn") if kind == "w" and number % 2 else ("kill",))
+        for mode in (("kill", "torn") if kind == "w" and number % 3 == 0 else ("kill",))
     ]
     moments.append({"number": len(kinds) + 1, "mode": "kill"})
     for at, moment in enumerate(moments):

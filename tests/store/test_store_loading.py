@@ -291,6 +291,22 @@ def test_loading_twice_gives_separate_memory(store: DeltaStore) -> None:
     assert store.checkout()["w"].load().data_ptr() != store.checkout()["w"].load().data_ptr()
 
 
+def test_a_commit_after_a_load_holds_the_live_values(store: DeltaStore) -> None:
+    """Neither the loaded values nor the ones before, once training went on."""
+    model = Small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    store.commit(model)
+    state = store.checkout().state()
+    store.checkout().load_into(model)
+    model.load_state_dict(state)
+    for _ in range(3):
+        model(torch.randn(4, 3)).square().sum().backward()
+        optimizer.step()
+        store.commit(model)
+        assert list(map(raw, store.checkout().load().values())) == bits(model)
+    assert store.diff("main~3", "main").changed_elements >= 8
+
+
 def test_what_is_committed_is_a_copy(store: DeltaStore) -> None:
     tensor = torch.zeros(1_100_000)
     store.commit({"w": tensor})
