@@ -13,6 +13,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any, Literal
 
 from sqlalchemy import Engine, Pool, event
@@ -22,6 +23,12 @@ from deltastore.buckets import open_bucket
 from deltastore.buckets.base import ObjectInfo, Upload
 from deltastore.buckets.folder import FolderBucket
 from deltastore.errors import StorageError
+
+
+def set_in(module: ModuleType, name: str, value: Any) -> None:
+    """Set something that a module uses under this name."""
+    assert name in vars(module), f"{module.__name__} does not use {name}: setting it would change nothing"
+    vars(module)[name] = value
 
 
 class Faults:
@@ -112,11 +119,11 @@ class Faults:
         ]
         for listener in listeners:
             event.listen(*listener)
-        vars(deltastore.store)["open_bucket"] = self._open_bucket
+        set_in(deltastore.store, "open_bucket", self._open_bucket)
         try:
             yield self
         finally:
-            vars(deltastore.store)["open_bucket"] = open_bucket
+            set_in(deltastore.store, "open_bucket", open_bucket)
             for listener in listeners:
                 event.remove(*listener)
 

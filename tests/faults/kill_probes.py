@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import kill_shim
-from faulty import Faults
+from faulty import Faults, set_in
 from store_checks import assert_all_exact, assert_exact, assert_log_dense
 from tiny_store import commit_next, copy_store, head_step, refs_of, refs_of_open
 
@@ -40,12 +40,12 @@ def _commit(folder: str) -> None:
 
 
 def _commit_in_small_packs(folder: str) -> None:
-    vars(deltastore.commit)["ChunkWriter"] = functools.partial(ChunkWriter, pack_bytes=SMALL_PACK_BYTES)
+    set_in(deltastore.commit, "ChunkWriter", functools.partial(ChunkWriter, pack_bytes=SMALL_PACK_BYTES))
     _commit(folder)
 
 
 def _commit_and_snapshot(folder: str) -> None:
-    vars(deltastore.reflog)["SNAPSHOT_INTERVAL"] = SNAPSHOT_INTERVAL
+    set_in(deltastore.reflog, "SNAPSHOT_INTERVAL", SNAPSHOT_INTERVAL)
     _commit(folder)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tiny_model import bits_at
 
 from deltastore import DeltaStore
-from deltastore.layout import log_key, parse_log_key
+from deltastore.layout import STORE_KEY, epoch_key, log_key, parse_log_key
 
 
 def assert_exact(store: DeltaStore, revision: str) -> int:
@@ -32,10 +32,11 @@ def assert_all_exact(store: DeltaStore) -> None:
 
 
 def assert_log_dense(store: DeltaStore) -> int:
-    """The bucket has every log entry from 1 on, and they are those of the index; returns how many."""
+    """The bucket has every log entry from 1 on, and they are those of the index; returns how many there are."""
     bucket, index = store._bucket, store._index
-    entries = index.oplog()
-    assert index.meta().seq == len(entries)
+    entries, meta = index.oplog(), index.meta()
+    assert meta.seq == len(entries)
+    assert None not in bucket.stat([STORE_KEY, epoch_key(meta.epoch)]).values(), "the documents of the store itself are missing"
     assert [entry.seq for entry in entries] == list(range(1, len(entries) + 1)), "the numbers of the index have gaps"
     for entry in entries:
         assert bucket.get(log_key(entry.epoch, entry.seq)) == entry.body, f"log entry {entry.seq} is not that of the index"

@@ -78,7 +78,7 @@ def test_a_lazy_tensor_is_converted_as_asked(store: DeltaStore) -> None:
 
 def test_names_choose_what_is_read(store: DeltaStore, traffic: Traffic) -> None:
     big = torch.from_numpy(np.random.default_rng(0).integers(0, 256, 400_000, np.uint8))
-    store.commit({"big": big, "small": torch.arange(3), "other": torch.arange(4)})
+    store.commit({"small": torch.arange(3), "big": big, "other": torch.arange(4)})
     traffic.clear()
     found = store.checkout().load(["other", "small"])
     assert list(found) == ["other", "small"]

@@ -215,6 +215,8 @@ def test_content_of_another_branch_is_not_stored_again(store: DeltaStore, folder
 def test_a_resized_tensor_keeps_its_whole_chunks(store: DeltaStore, folder: Path) -> None:
     tensor = noise(3 << 20)
     store.commit({"w": tensor.view(-1, 1024)})
+    tensor.view(torch.int16)[::1000] += 1
+    store.commit({"w": tensor.view(-1, 1024)})  # deltas: the content alone would not be found again
     before = bucket_objects(folder)
     longer = torch.cat([tensor, noise(2048, seed=3)])
     store.commit({"w": longer.view(-1, 1024)})
@@ -239,12 +241,35 @@ def test_a_small_change_after_reopening_is_a_delta(store: DeltaStore, folder: Pa
             assert same(again.checkout().load()["w"], tensor)
 
 
+def test_a_full_copy_where_a_delta_would_be_larger(store: DeltaStore, folder: Path) -> None:
+    for seed in range(3):
+        before = bucket_objects(folder)
+        store.commit({"w": noise(100_000, seed=seed)})
+        packs = [key for key in added(folder, before) if key.startswith("packs/")]
+        assert [columns(folder, key.rsplit("/", 1)[1])["span"].tolist() for key in packs] == [[0]]
+        assert folder.joinpath(packs[0]).stat().st_size < 200_000 + 2000
+
+
+def test_a_fold_that_would_be_large_becomes_a_full_copy(store: DeltaStore, folder: Path) -> None:
+    """Each step changes an eighth of the elements at will: a delta is small, eight of them are not."""
+    tensor = noise(100_000)
+    spans = []
+    for step in range(10):
+        before = bucket_objects(folder)
+        store.commit({"w": tensor})
+        packs = [key.rsplit("/", 1)[1] for key in added(folder, before) if key.startswith("packs/")]
+        spans.append(sorted(int(columns(folder, pack)["span"][0]) for pack in packs))
+        tensor[step % 8 :: 8] = noise(12_500, seed=step + 50)
+    assert spans == [[0], *[[1]] * 7, [0, 1], [1]]
+    assert store.verify(read_data=True)
+
+
 # -- streams ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", [10_000, 1_100_000])
 def test_one_tensor_of_a_stream_is_resident(store: DeltaStore, count: int) -> None:
-    alive: list[weakref.ref[torch.Tensor]] = []
+    alive: list[weakref.ref[Any]] = []
     most = []
 
     def stream() -> Iterator[tuple[str, torch.Tensor]]:
@@ -254,10 +279,10 @@ def test_one_tensor_of_a_stream_is_resident(store: DeltaStore, count: int) -> No
                 gc.collect()
                 time.sleep(0.001)  # a thread may be about to let go
             most.append(sum(each() is not None for each in alive))
-            tensor = noise(count, seed=number)
-            alive.append(weakref.ref(tensor))
-            pair = f"layer.{number}", tensor
-            del tensor
+            memory = np.random.default_rng(number).integers(0, 2**16, count, np.uint16)
+            alive.append(weakref.ref(memory))  # of the memory itself, which views of the tensor keep alive, too
+            pair = f"layer.{number}", torch.from_numpy(memory.view(np.int16)).view(torch.bfloat16)
+            del memory
             yield pair
             del pair
 
