@@ -14,6 +14,7 @@ from deltastore import layout
 from deltastore.buckets.base import Bucket, Upload
 from deltastore.buckets.folder import FolderBucket
 from deltastore.errors import AlreadyExistsError, IndexSchemaError, InvalidInputError, StorageError, StoreNotFoundError
+from deltastore.index.database import RECOVERY
 from deltastore.index.index import Index
 
 FIRST_EPOCH = 1
@@ -74,10 +75,7 @@ def open_index(bucket: Bucket, address: str, *, read_only: bool) -> Index:
     uuid_of_store = store_uuid(bucket, address)
     path = _index_path(bucket)
     if not path.exists():
-        raise IndexSchemaError(
-            f"{path} is missing, so branches and history are unknown; all objects are still in the folder: "
-            "put the index back from a backup"
-        )
+        raise IndexSchemaError(f"{path} is missing, so branches and history are unknown; {RECOVERY}")
     return Index.open(path, read_only=read_only, store_uuid=uuid_of_store)
 
 

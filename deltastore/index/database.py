@@ -27,6 +27,7 @@ from deltastore.errors import (
 SCHEMA = "0001"  # the revision in migrations/ that this code works with
 VERSION_TABLE = "deltastore_alembic_version"
 BUSY_SECONDS = 60.0
+RECOVERY = "every object is still in the bucket: put the index back from a backup"  # what to do about a lost index
 
 T = TypeVar("T")
 
@@ -173,10 +174,7 @@ def _translate(error: BaseException, path: Path) -> DeltaStoreError:
     if code == sqlite3.SQLITE_FULL:
         return StoreFullError(f"no space left for {path}; nothing was changed. Free some space and try again ({error})")
     if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT):
-        return IntegrityError(
-            f"{path} is damaged ({error}); the bucket still holds everything: move the file away and run "
-            "`deltastore index rebuild`"
-        )
+        return IntegrityError(f"{path} is damaged ({error}); {RECOVERY}")
     if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM, sqlite3.SQLITE_AUTH):
         return ReadOnlyError(
             f"{path} can't be written to ({error}); check its permissions and those of its folder, or open it read-only"

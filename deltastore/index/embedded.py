@@ -14,7 +14,7 @@ from pathlib import Path
 from sqlalchemy import insert
 
 from deltastore.errors import IndexSchemaError, ReadOnlyError, StorageError, StoreFullError, StoreNotFoundError
-from deltastore.index.database import SCHEMA, Database, translated
+from deltastore.index.database import RECOVERY, SCHEMA, Database, translated
 from deltastore.index.filesystems import refuse_network
 from deltastore.index.records import Meta
 from deltastore.index.tables import meta
@@ -41,7 +41,7 @@ def open_file(path: Path, read_only: bool, busy_seconds: float) -> Database:
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise StoreNotFoundError(f"no index at {path}; `deltastore index rebuild` makes it from the bucket") from error
+        raise StoreNotFoundError(f"no index at {path}; {RECOVERY}") from error
     except OSError as error:
         raise _translate(error, path) from error
     refuse_network(path.parent)
@@ -61,9 +61,7 @@ def _bring_up_to_date(database: Database) -> None:
     if revision == SCHEMA:
         return
     if revision is None:
-        raise IndexSchemaError(
-            f"{database.path} is not a deltastore index; move it away, then `deltastore index rebuild` makes one from the bucket"
-        )
+        raise IndexSchemaError(f"{database.path} is not a deltastore index; {RECOVERY}")
     migrate = importlib.import_module("deltastore.index.migrate")  # brings in alembic
     if not migrate.is_known(revision):
         raise IndexSchemaError(

@@ -11,7 +11,7 @@ from sqlalchemy import false, select, update
 
 from deltastore.errors import AlreadyExistsError, IndexSchemaError, IntegrityError, InvalidInputError
 from deltastore.index import embedded, graph, objects, publish
-from deltastore.index.database import BUSY_SECONDS, Database
+from deltastore.index.database import BUSY_SECONDS, RECOVERY, Database
 from deltastore.index.records import (
     CommitRecord,
     Meta,
@@ -95,10 +95,7 @@ class Index:
             index = cls(database)
             found = index.meta().store_uuid
             if store_uuid not in (None, found):
-                raise IndexSchemaError(
-                    f"{path} is the index of another store: expected {store_uuid}, found {found}; move it away, then "
-                    "`deltastore index rebuild` makes the right one from the bucket"
-                )
+                raise IndexSchemaError(f"{path} is the index of another store: expected {store_uuid}, found {found}; {RECOVERY}")
         except BaseException:
             database.close()
             raise
@@ -131,7 +128,7 @@ class Index:
         with self._database.read() as connection:
             row = connection.execute(select(meta).where(meta.c.id == 1)).first()
         if row is None:
-            raise IntegrityError(f"{self.path} names no store; move it away and run `deltastore index rebuild`")
+            raise IntegrityError(f"{self.path} names no store; {RECOVERY}")
         features = tuple(json.loads(row.features))
         return Meta(row.store_uuid, row.format, features, row.epoch, row.seq, row.snapshot_seq, row.created_at)
 

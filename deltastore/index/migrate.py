@@ -15,7 +15,7 @@ from alembic.util import CommandError
 from sqlalchemy import URL, Connection, NullPool, create_engine
 
 from deltastore.errors import IntegrityError
-from deltastore.index.database import BUSY_SECONDS, SCHEMA, revision_of, translated
+from deltastore.index.database import BUSY_SECONDS, RECOVERY, SCHEMA, revision_of, translated
 
 
 def migrations_dir() -> Path:
@@ -81,8 +81,7 @@ def _exclusive(url: str | URL) -> Iterator[Connection]:
             yield connection
             if sqlite and (broken := connection.exec_driver_sql("PRAGMA foreign_key_check").fetchall()):
                 raise IntegrityError(
-                    f"{url}: {len(broken)} rows refer to nothing, first {tuple(broken[0])}; nothing was changed. Run "
-                    "`deltastore index rebuild`"
+                    f"{url}: {len(broken)} rows refer to nothing, first {tuple(broken[0])}; nothing was changed; {RECOVERY}"
                 )
             connection.commit()
     finally:

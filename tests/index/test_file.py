@@ -64,7 +64,7 @@ class TestCreate:
 
 class TestOpen:
     def test_missing(self, tmp_path):
-        with pytest.raises(StoreNotFoundError, match="index rebuild"):
+        with pytest.raises(StoreNotFoundError, match="from a backup"):
             Index.open(tmp_path / "index.sqlite")
         assert list(tmp_path.iterdir()) == []
 
@@ -104,7 +104,7 @@ class TestOpen:
         whole = (tmp_path / "index.sqlite").read_bytes()
         assert len(whole) > keep
         (tmp_path / "index.sqlite").write_bytes(whole[:keep])
-        with pytest.raises(IntegrityError, match=r"index\.sqlite is damaged.*index rebuild"):
+        with pytest.raises(IntegrityError, match=r"index\.sqlite is damaged.*from a backup"):
             Index.open(tmp_path / "index.sqlite")
 
     def test_a_page_of_rubbish_in_the_middle(self, tmp_path, index, commit):
