@@ -90,7 +90,7 @@ class TestOpen:
 
     def test_no_database_at_all(self, tmp_path):
         (tmp_path / "index.sqlite").write_bytes(b"this is text, not a database, and quite a bit of it\n" * 200)
-        with pytest.raises(IntegrityError, match=r"index\.sqlite is damaged.*the bucket still holds everything"):
+        with pytest.raises(IntegrityError, match=r"index\.sqlite is damaged.*every object is still in the bucket"):
             Index.open(tmp_path / "index.sqlite")
 
     def test_a_folder(self, tmp_path):
