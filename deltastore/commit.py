@@ -301,7 +301,7 @@ class Committer:
         for shard, manifest in enumerate(placed.manifests):
             version.seed_manifest(shard, manifest)
         self._versions.remember(published.commit_id, version)
-        self._depths.retain({(row.pack_id, row.row) for rows in content.rows for row in rows})
+        self._depths.retain(content.rows)
         return Commit.from_identity(published.commit_id, document.identity)
 
 

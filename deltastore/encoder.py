@@ -100,9 +100,11 @@ class Depths:
         else:
             self._depths[place] = self._book.on(self.of(*entry.base), entry.span, pack_id)
 
-    def retain(self, places: set[tuple[str, int]]) -> None:
-        """Forget entries that the head no longer names."""
-        self._depths = {place: depth for place, depth in self._depths.items() if place in places}
+    def retain(self, rows: Sequence[Sequence[ChunkRow]]) -> None:
+        """Forget entries that the head no longer names, once they are the most."""
+        if len(self._depths) > 4 * sum(map(len, rows)) + 1024:
+            places = {(row.pack_id, row.row) for chunks in rows for row in chunks}
+            self._depths = {place: depth for place, depth in self._depths.items() if place in places}
 
 
 class ChunkEncoder:

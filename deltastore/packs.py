@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from deltastore.buffers import as_memory
 from deltastore.columns import ColumnSpec, build_head, head_length, parse_head
 from deltastore.errors import FormatError, InvalidInputError
 from deltastore.layout import is_id, shorten
@@ -115,7 +114,7 @@ def build_pack(pack_id: str, entries: Sequence[PackEntry]) -> BuiltPack:
     bases = sorted({entry.base[0] for entry in entries if entry.base is not None})
     base_index = {base: index for index, base in enumerate(bases)}
     pieces = [entry.payload for entry in entries]
-    stored = [as_memory(piece).nbytes for piece in pieces]
+    stored = [len(piece) for piece in pieces]
     lengths = {(len(entry.digest), len(entry.fast_digest)) for entry in entries}
     if lengths - {(32, 16)}:
         raise InvalidInputError(f"new pack {pack_id}: digests of {lengths} bytes, expected 32 and 16")

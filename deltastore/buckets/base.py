@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Protocol
 
-from deltastore.buffers import as_memory
+from deltastore.buffers import byte_count
 from deltastore.errors import InvalidInputError
 from deltastore.layout import FOLDERS, STORE_KEY, shorten
 
@@ -28,7 +28,7 @@ class Upload:
     @property
     def size(self) -> int:
         """Bytes of all pieces."""
-        return sum(as_memory(piece).nbytes for piece in self.pieces)
+        return byte_count(self.pieces)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, cast
 
 from deltastore.buckets.base import Capabilities, ObjectInfo, Upload, check_key, check_prefix
 from deltastore.buffers import as_memory
@@ -296,15 +296,15 @@ class FolderBucket:
 def _write_file(path: Path, pieces: Sequence[Bytes]) -> None:
     file = os.open(path, _OPEN_NEW, 0o666)
     try:
-        views = [view for view in map(as_memory, pieces) if view.nbytes]
+        left = [cast("bytes", piece) for piece in pieces if len(piece)]
         first = 0
-        while first < len(views):
-            written = os.writev(file, views[first : first + PIECES_PER_WRITE])
-            while first < len(views) and written >= views[first].nbytes:
-                written -= views[first].nbytes
+        while first < len(left):
+            written = os.writev(file, left[first : first + PIECES_PER_WRITE])
+            while first < len(left) and written >= len(left[first]):
+                written -= len(left[first])
                 first += 1
             if written:
-                views[first] = views[first][written:]
+                left[first] = cast("bytes", as_memory(left[first])[written:])
     finally:
         os.close(file)
 

@@ -200,6 +200,26 @@ def test_a_structure_that_lies(copied: Path) -> None:
             assert not store.verify()
 
 
+@pytest.mark.parametrize(("old", "new"), [('"weight"', '"weighs"'), ('"int64"', '"float64"'), ("[30000]", "[100,300]")])
+def test_a_structure_of_another_version_is_found_by_verify(copied: Path, old: str, new: str) -> None:
+    """It can be read, but it is not what the commit id stands for."""
+    (key,) = objects(copied, "structures")
+    text = (copied / key).read_text()
+    assert text.count(old) == 1
+    changed = text.replace(old, new)
+    (copied / key).write_text(changed)
+    sql(copied, "UPDATE object SET size = ? WHERE key = ?", len(changed), key)
+    for commit in objects(copied, "commits"):
+        document = (copied / commit).read_text().replace(f'"size":{len(text)}}}', f'"size":{len(changed)}}}')
+        (copied / commit).write_text(document)
+    with DeltaStore(copied) as store:
+        store.checkout().load()
+        report = store.verify()
+        assert [len(problem.commits) for problem in report.problems if problem.key == key and "tree" in problem.message] == [
+            1
+        ] * 4
+
+
 def test_a_commit_document_of_another_commit(copied: Path) -> None:
     first, second = list(objects(copied, "commits"))[:2]
     (copied / first).write_bytes((copied / second).read_bytes())

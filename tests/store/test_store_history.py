@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -304,6 +305,52 @@ def test_two_writers_on_one_branch(store: DeltaStore, folder: Path, line: list[s
         store.commit(state(51))
         other.commit(state(52))
     assert [int(store.checkout(f"main~{back}")["w"].load()[0]) for back in (2, 1, 0)] == [50, 51, 52]
+
+
+def racing(other: DeltaStore, act: Callable[[], Any], value: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """A state that is being read while somebody else moves the branch."""
+    yield "w", torch.full((4,), float(value))
+    act()
+    yield "steady", torch.arange(5)
+
+
+def test_a_commit_that_was_overtaken_goes_on_top(store: DeltaStore, folder: Path, line: list[str]) -> None:
+    with DeltaStore(folder) as other:
+        for number in range(12):  # across ladder heights
+            with pytest.warns(UserWarning, match="another writer") if number == 0 else contextlib.nullcontext():
+                made = store.commit(racing(other, lambda number=number: other.commit(state(100 + number)), 200 + number))
+            assert made.parents == (other.get_commit("main~1").id,)
+            assert [int(store.checkout(f"main~{back}")["w"].load()[0]) for back in (1, 0)] == [100 + number, 200 + number]
+    assert len(store.list_commits()) == 30
+    report = store.verify(read_data=True)
+    assert report, report.problems
+    with DeltaStore(folder, trust="none") as again:
+        values = [int(again.checkout(commit.id)["w"].load()[0]) for commit in reversed(again.list_commits())]
+    assert values == [*range(6), *(base + number for number in range(12) for base in (100, 200))]
+
+
+def test_a_commit_that_was_overtaken_is_refused_where_that_matters(store: DeltaStore, folder: Path, line: list[str]) -> None:
+    with DeltaStore(folder) as other:
+        with pytest.raises(RefConflictError) as caught:
+            store.commit(racing(other, lambda: other.commit(state(100)), 200), expected_head=line[5])
+        assert (caught.value.expected, caught.value.actual) == (line[5], other.get_commit().id)
+        head = other.get_commit().id
+        with pytest.raises(RefConflictError):  # reset: the new head knows nothing of the old one
+            store.commit(racing(other, lambda: other.reset_branch("main", revision="main~2"), 200))
+        with pytest.raises(RefConflictError):
+            store.commit(racing(other, lambda: other.delete_branch("main"), 200))
+        other.create_branch("main", revision=head)
+        store.create_branch("late", revision=head)
+        with pytest.raises(RefConflictError):
+            store.commit(
+                racing(other, lambda: other.commit(state(1), branch="late", expected_head=head), 2),
+                branch="late",
+                expected_head=head,
+            )
+    assert store.get_commit().id == head
+    assert store.commit(state(300)).parents == (head,)
+    assert store.checkout()["w"].load()[0] == 300
+    assert store.verify(read_data=True)
 
 
 @pytest.mark.filterwarnings("ignore:another writer:UserWarning")

@@ -85,14 +85,14 @@ def merged(ranges: Iterable[tuple[str, int, int]]) -> list[tuple[str, int, int]]
 
 
 def test_a_narrow_column_of_very_long_rows(store: DeltaStore, folder: Path, traffic: Traffic) -> None:
-    """Rows of three chunks: what lies between the columns is not fetched."""
-    tensor = torch.from_numpy(np.random.default_rng(1).integers(0, 256, (3, 3 * CHUNK), np.uint8))
+    """Rows of a chunk: what lies between the columns is not fetched."""
+    tensor = torch.from_numpy(np.random.default_rng(1).integers(0, 256, (2, 3, CHUNK), np.uint8))
     store.commit({"w": tensor})
     with DeltaStore(folder) as again:
         traffic.clear()
-        assert same(again.checkout()["w"][:, 5:90:7].load(), tensor[:, 5:90:7].clone())
+        assert same(again.checkout()["w"][:, ::2, 5:90:7].load(), tensor[:, ::2, 5:90:7].clone())
         payloads = [(key, start, length) for key, start, length in traffic.reads if key.startswith("packs/") and start > 0]
-        assert merged(payloads) == merged(entry_ranges(folder, again, "main", [0, 3, 6]))
+        assert merged(payloads) == merged(entry_ranges(folder, again, "main", [0, 2, 3, 5]))
 
 
 def test_opening_a_version_reads_documents_only(wide: tuple[Path, torch.Tensor], traffic: Traffic) -> None:
