@@ -31,7 +31,7 @@ from deltastore.buckets.base import Bucket, Upload
 from deltastore.chunk_reader import ChunkReader
 from deltastore.chunk_writer import ChunkWriter, WrittenPack
 from deltastore.encoder import Depths
-from deltastore.errors import IntegrityError, InvalidInputError, RefConflictError, StorageError, StoreFencedError, short_name
+from deltastore.errors import IntegrityError, InvalidInputError, RefConflictError, StorageError, short_name
 from deltastore.formats import CommitDocument, Identity, Publish, RefEntry, to_bytes
 from deltastore.history import Commit, check_ref_name
 from deltastore.index.index import Index
@@ -263,13 +263,9 @@ class Committer:
         self._index.register(draft.session, [(each.key, each.kind, each.size) for each in objects])
         self._bucket.put([each.upload for each in objects])
         draft.sizes.update((each.key, each.size) for each in objects)
-        fence = layout.epoch_key(self._index.meta().epoch + 1)
+        fence = self._log.fence_key
         found = self._bucket.stat([*draft.sizes, fence])
-        if found[fence] is not None:
-            raise StoreFencedError(
-                f"another machine has taken over this store ({fence} exists), so this index may not write any more; "
-                "nothing was committed; open the store anew"
-            )
+        self._log.refuse_fenced(found[fence])
         for key, size in draft.sizes.items():
             info = found[key]
             if info is None or info.size != size:

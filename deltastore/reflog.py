@@ -10,8 +10,8 @@ import json
 import warnings
 
 from deltastore import layout
-from deltastore.buckets.base import Bucket, Upload
-from deltastore.errors import DeltaStoreError
+from deltastore.buckets.base import Bucket, ObjectInfo, Upload
+from deltastore.errors import DeltaStoreError, StoreFencedError
 from deltastore.formats import SnapshotCommit, SnapshotDocument, SnapshotRef, to_bytes
 from deltastore.index.index import Index
 from deltastore.index.records import OplogRecord
@@ -25,6 +25,19 @@ class RefLog:
         self._bucket = bucket
         self._index = index
         self._written: set[tuple[int, int]] = set()  # in the bucket, not yet recorded in the index
+
+    @property
+    def fence_key(self) -> str:
+        """What a machine writes that takes over from this index."""
+        return layout.epoch_key(self._index.meta().epoch + 1)
+
+    def refuse_fenced(self, fence: ObjectInfo | None) -> None:
+        """Raise StoreFencedError when `fence`, the object under `fence_key`, is there."""
+        if fence is not None:
+            raise StoreFencedError(
+                f"another machine has taken over this store ({fence.key} exists), so this index may not write any more; "
+                "nothing was changed; open the store anew"
+            )
 
     def pending_marks(self) -> tuple[tuple[int, int], ...]:
         """(epoch, seq) of entries that are in the bucket; hand them to the next transaction, which records them."""

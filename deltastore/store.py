@@ -356,6 +356,8 @@ class DeltaStore:
         from deltastore.formats import RefEntry, to_bytes
 
         entry = RefEntry(action=action, ref_kind=kind, name=name, old=old, new=new, author=_default_author(), time=now())
+        fence = self._log.fence_key
+        self._log.refuse_fenced(self._bucket.stat([fence])[fence])
         self._log.fill_holes()
         self._index.move_ref(
             RefMovement(

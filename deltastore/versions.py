@@ -108,7 +108,8 @@ class Version:
         if found is None:
             placed = self.document.placement.manifests
             if not 0 <= shard < len(placed):
-                raise FormatError(f"the structure names manifest {shard}, the commit document has {len(placed)}")
+                key = self.document.placement.structure.key
+                raise FormatError(f"{key}: names manifest {shard}, the commit document has {len(placed)}", key)
             key = placed[shard].key
             with _naming(key):
                 found = Manifest.parse(read_object(self._bucket, key, placed[shard].size), key)
@@ -128,7 +129,8 @@ class Version:
         manifest = self.manifest(info.shard)
         end = info.position + info.chunks
         if end > len(manifest):
-            raise FormatError(f"tensor {tensor} needs rows up to {end} of a manifest that has {len(manifest)}")
+            key = self.document.placement.structure.key
+            raise FormatError(f"{key}: tensor {tensor} needs rows up to {end} of a manifest that has {len(manifest)}", key)
         return manifest.rows(info.position, end)
 
     def label(self, tensor: int) -> str:

@@ -130,6 +130,7 @@ def damaged_column(name: str, at: int, data: bytes) -> bytes:
         ("pack_id", 6, b"\x40", "something else than uuid7"),
         ("pack_id", 0, manifest(0).build()[-16:], "twice in its table"),
     ],
+    ids=["table", "head", "no-size", "size", "no-uuid7", "twice"],  # ids of packs differ from run to run
 )
 def test_impossible_columns_are_refused(name: str, at: int, data: bytes, message: str) -> None:
     with pytest.raises(FormatError, match=message):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ SCHEMA = "0001"  # the revision in migrations/ that this code works with
 VERSION_TABLE = "deltastore_alembic_version"
 BUSY_SECONDS = 60.0
 RECOVERY = "every object is still in the bucket: put the index back from a backup"  # what to do about a lost index
+FORK_SECONDS = 5.0  # so long a fork waits for the transactions of other threads
 
 T = TypeVar("T")
 
@@ -37,9 +39,6 @@ _inherited: list[Pool] = []  # connections of the parent process: kept, so that 
 
 class Database:
     """A pool of connections to one SQLite file. Thread-safe; usable on both sides of a fork.
-
-    A child that is forked in the middle of another thread's transaction inherits SQLite's note of that thread's locks: it
-    should not write.
 
     Every method raises our own errors: StorageError (kind "locked" is retryable), StoreFullError, IntegrityError,
     ReadOnlyError.
@@ -94,10 +93,11 @@ class Database:
 
     @contextmanager
     def _transaction(self, begin: str) -> Iterator[Connection]:
-        self._notice_fork()
-        with translated(self.path), self._engine.begin() as connection:
-            connection.exec_driver_sql(begin)
-            yield connection
+        with _gate.transaction():
+            self._notice_fork()
+            with translated(self.path), self._engine.begin() as connection:
+                connection.exec_driver_sql(begin)
+                yield connection
 
     def revision(self) -> str | None:
         """The schema revision in the file; None when it is no index."""
@@ -121,15 +121,61 @@ class Database:
             self._pid = os.getpid()
 
 
-def _close_idle_connections() -> None:
-    for database in list(_databases):
-        database.close_idle()
+class _ForkGate:
+    """Keeps forks and transactions apart.
+
+    SQLite has mutexes and a table of locks per process. A child would inherit both as another thread's transaction left
+    them: it would hang, or find the file locked for ever. And a fork without open connections leaves nothing to inherit
+    (https://sqlite.org/howtocorrupt.html, 2.6). So a fork waits until no other thread is in a transaction, keeps new ones
+    waiting, and closes what is idle.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._inside: dict[int, int] = {}  # open transactions per thread
+        self._forks = 0
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Around a transaction of this thread."""
+        thread = threading.get_ident()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._forks or thread in self._inside)
+            self._inside[thread] = self._inside.get(thread, 0) + 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._inside[thread] -= 1
+                if not self._inside[thread]:
+                    del self._inside[thread]
+                    self._changed.notify_all()
+
+    def before_fork(self) -> None:
+        """Wait for other threads, but not for ever: one may be waiting for another process."""
+        with self._changed:
+            self._forks += 1
+            self._changed.wait_for(lambda: self._inside.keys() <= {threading.get_ident()}, FORK_SECONDS)
+        for database in list(_databases):
+            database.close_idle()
+
+    def after_in_parent(self) -> None:
+        """Let transactions go on."""
+        with self._changed:
+            self._forks -= 1
+            self._changed.notify_all()
+
+    def after_in_child(self) -> None:
+        """Other threads are gone; one of them may have held the lock."""
+        thread = threading.get_ident()
+        self._changed = threading.Condition()
+        self._inside = {thread: self._inside[thread]} if thread in self._inside else {}
+        self._forks = 0
 
 
-# SQLite keeps one table of locks per process, which a child would inherit while the locks themselves stay with the
-# parent. A fork without open connections leaves nothing to inherit (https://sqlite.org/howtocorrupt.html, 2.6).
+_gate = _ForkGate()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_close_idle_connections)
+    os.register_at_fork(before=_gate.before_fork, after_in_parent=_gate.after_in_parent, after_in_child=_gate.after_in_child)
 
 
 def revision_of(connection: Connection) -> str | None:

@@ -17,6 +17,6 @@ def test_fork_with_an_open_store(child: str, warm: WarmProcess, work: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("child", ["os._exit"])
+@pytest.mark.parametrize("child", ["os._exit", "read", "commit to a branch", "open anew"])
 def test_fork_while_a_thread_commits(child: str, warm: WarmProcess, work: Path) -> None:
     assert warm.call(fork_while_committing, folder=work / "store", child=child, forks=30) > 5

@@ -163,6 +163,9 @@ def test_a_store_that_another_index_took_over(work: Path) -> None:
         fence.write_bytes((folder / "epochs" / "000001.json").read_bytes().replace(b'"epoch":1', b'"epoch":2'))
         for _ in range(2):
             with pytest.raises(StoreFencedError, match=r"epochs/000002\.json"):
+                store.create_branch("late")
+            assert [ref.name for ref in store.list_refs()] == ["main"]
+            with pytest.raises(StoreFencedError, match=r"epochs/000002\.json"):
                 store.commit(state_at(2), metadata={"step": 2})
             assert store.get_commit("main").id == head
             assert assert_exact(store, "main") == 1
