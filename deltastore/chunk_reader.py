@@ -26,6 +26,8 @@ from deltastore.packs import PackColumns, StoredEntry, head_length
 MAX_CHAIN = 512  # the ladder gives 7 per span; anything longer is a cycle or damage
 RANGE_BYTES = 8 << 20  # the most that one coalesced read asks for
 FIRST_READ = 64 << 10  # of a pack whose head length is not known
+SMALL_PACK_BYTES = 4 << 20  # a pack up to this size is read whole when a fold needs an entry of it
+RECENT_BYTES = 32 << 20  # of such packs that stay in memory
 COLUMNS_CACHED = 4096  # packs whose columns stay parsed
 
 Array = np.ndarray[tuple[int], np.dtype[np.uint8]]
@@ -53,6 +55,7 @@ class ChunkReader:
         self._verify_digests = verify_digests
         self._refs: dict[str, PackRef] = {}
         self._columns: OrderedDict[str, PackColumns] = OrderedDict()
+        self._recent: OrderedDict[str, memoryview] = OrderedDict()  # whole small packs, for folds
         self._lock = threading.Lock()
 
     # -- columns and chains -------------------------------------------------------------------------------------------
@@ -157,6 +160,42 @@ class ChunkReader:
             for entry in group:
                 begin = entry.offset - start
                 found[entry.pack_id, entry.row] = data[begin : begin + entry.stored_length]
+        return found
+
+    def recent_payloads(self, entries: Iterable[StoredEntry]) -> dict[tuple[str, int], bytes | memoryview]:
+        """As `payloads`, for folds: every chunk of a commit asks for entries of the same few packs, so small packs are read once.
+
+        At most `RECENT_BYTES` of them stay in memory.
+        """
+        found: dict[tuple[str, int], bytes | memoryview] = {}
+        rest = []
+        for entry in entries:
+            pack = self._recent_pack(entry.pack_id)
+            if pack is None:
+                rest.append(entry)
+            else:
+                found[entry.pack_id, entry.row] = pack[entry.offset : entry.offset + entry.stored_length]
+        return found | self.payloads(rest)
+
+    def _recent_pack(self, pack_id: str) -> memoryview | None:
+        """The bytes of a small pack; None for a large one."""
+        with self._lock:
+            found = self._recent.get(pack_id)
+            if found is not None:
+                self._recent.move_to_end(pack_id)
+                return found
+        ref = self.pack_ref(pack_id)
+        if ref.size > SMALL_PACK_BYTES:
+            return None
+        key = pack_key(pack_id)
+        try:
+            found = memoryview(self._bucket.get_range(key, 0, ref.size))
+        except StorageError as error:
+            raise _as_integrity(error, key) from error
+        with self._lock:
+            self._recent[pack_id] = found
+            while sum(map(len, self._recent.values())) > RECENT_BYTES:
+                self._recent.popitem(last=False)
         return found
 
     def read(self, job: ReadJob) -> None:

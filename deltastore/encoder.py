@@ -233,7 +233,7 @@ class ChunkEncoder:
         row = parent if delta is None else None
         if not due:
             return ChunkOutcome(scan.digest, task.length, tuple(entries), row)
-        payloads = self._reader.payloads(chain[: due[-1].entries - new])
+        payloads = self._reader.recent_payloads(chain[: due[-1].entries - new])
         total = self._scratch("total", task.length)
         total[:] = 0
         summed = 0

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from conftest import Traffic
 from store_states import bucket_objects, objects, raw, same
+from store_traffic import Traffic
 
 from deltastore import DeltaStore
 from deltastore.dtypes import DTYPES

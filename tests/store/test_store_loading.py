@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Traffic
 from store_states import raw, same
+from store_traffic import Traffic
 
 from deltastore import DeltaStore
 from deltastore.errors import IncompatibleStateError, InvalidInputError, TensorNotFoundError

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Traffic
 from store_states import chain, columns, manifest_rows, same
+from store_traffic import Traffic
 
 from deltastore import DeltaStore
 

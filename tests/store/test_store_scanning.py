@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Traffic
 from store_states import bucket_objects, columns, objects, raw, same, sql
+from store_traffic import Traffic
 
 from deltastore import DeltaStore
 from deltastore.errors import DeltaStoreError, IncompatibleStateError, InvalidInputError
