@@ -16,6 +16,7 @@ import json
 import re
 import struct
 from collections import OrderedDict
+from datetime import UTC, datetime
 from typing import Any
 
 from deltastore.errors import FormatError, InvalidInputError
@@ -140,6 +141,11 @@ def _unpack_bytes(text: str) -> bytes:
     if data is None or base64.b64encode(data).decode("ascii") != text:  # stray bits in the last letter are a second spelling
         raise FormatError(f"packed bytes are not canonical base64: {show(text)}")
     return data
+
+
+def utc_now() -> str:
+    """The time of this machine as documents have it: UTC, microseconds, `Z`."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
 def dumps(document: Any) -> bytes:

@@ -22,7 +22,6 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from typing import Any
 
 from deltastore import canonical, layout
@@ -200,7 +199,7 @@ class Committer:
         """Send what is left, then try the commit point until the branch holds still."""
         head = None if parent is None else parent.document.commit_id()
         height = 0 if parent is None else parent.height + 1
-        time_of_commit = _now()
+        time_of_commit = canonical.utc_now()
         waiting = [*draft.unsent, *placed.new]
         for attempt in itertools.count():
             document = CommitDocument(
@@ -359,10 +358,6 @@ def _check_file_name(name: str) -> None:
         sizes = [0]
     if not all(0 < size <= 255 for size in sizes) or any(part in (".", "..") for part in parts) or "\0" in name or "\\" in name:
         raise InvalidInputError(f"{name!r} can't be the name of a file in a checkpoint: use a relative path with '/'")
-
-
-def _now() -> str:
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
 def _full_entries(packs: Sequence[WrittenPack], reader: ChunkReader) -> Iterator[tuple[bytes, str, int]]:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import xxhash
 
 from deltastore import canonical
+from deltastore.options import CHUNK_ELEMENTS
 
 DIGEST_BYTES = 32  # BLAKE3 and SHA-256
 FAST_DIGEST_BYTES = 16  # xxh3-128
@@ -37,6 +38,13 @@ def tensor_digest(dtype: str, shape: Sequence[int], digests: bytes) -> bytes:
     """SHA-256 over dtype name, shape and the concatenated 32-byte chunk digests in flat order."""
     document = canonical.dumps({"dtype": dtype, "shape": [int(size) for size in shape]})
     return hashlib.sha256(b"deltastore tensor 1\n" + document + b"\n" + digests).digest()
+
+
+def bytes_digest(data: bytes) -> str:
+    """The tensor digest, as hex digits, of some bytes as a tensor of uint8: that of a file, stored inline or in chunks."""
+    view = memoryview(data)
+    digests = b"".join(chunk_digest(view[at : at + CHUNK_ELEMENTS]) for at in range(0, len(data), CHUNK_ELEMENTS))
+    return tensor_digest("uint8", (len(data),), digests).hex()
 
 
 def tree_digest(document: dict[str, Any]) -> str:

@@ -7,12 +7,12 @@ import json
 import os
 import socket
 import uuid
-from datetime import UTC, datetime
 from pathlib import Path
 
 from deltastore import layout
 from deltastore.buckets.base import Bucket, Upload
 from deltastore.buckets.folder import FolderBucket
+from deltastore.canonical import utc_now
 from deltastore.errors import AlreadyExistsError, IndexSchemaError, InvalidInputError, StorageError, StoreNotFoundError
 from deltastore.index.database import RECOVERY
 from deltastore.index.index import Index
@@ -91,7 +91,8 @@ def make_store(bucket: Bucket) -> None:
     _refuse_nesting(path.parent)
     if not path.exists():
         with contextlib.suppress(AlreadyExistsError):  # another process was faster
-            Index.create(path, store_uuid=str(uuid.uuid4()), format=1, epoch=FIRST_EPOCH, features=(), created_at=now()).close()
+            made = Index.create(path, store_uuid=str(uuid.uuid4()), format=1, epoch=FIRST_EPOCH, created_at=utc_now())
+            made.close()
     with Index.open(path) as index:
         meta = index.meta()
     epoch = EpochDocument(epoch=meta.epoch, host=socket.gethostname(), time=meta.created_at, writer=meta.store_uuid)
@@ -108,8 +109,3 @@ def _refuse_nesting(folder: Path) -> None:
         for inner, _, names in os.walk(folder):
             if layout.STORE_KEY in names and INDEX_NAME in names:
                 raise InvalidInputError(f"{folder} holds the store {inner}; choose another place")
-
-
-def now() -> str:
-    """The time of this machine as documents have it: UTC, microseconds, `Z`."""
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")

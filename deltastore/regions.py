@@ -48,14 +48,6 @@ class Region:
         """Number of selected elements."""
         return math.prod(axis.length for axis in self.axes)
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether everything is selected."""
-        return all(
-            axis.kept and axis.start == 0 and axis.step == 1 and axis.length == size
-            for axis, size in zip(self.axes, self.full_shape, strict=True)
-        )
-
     def narrow(self, index: Any) -> Region:
         """Select further, as torch and NumPy do with integers, slices of positive step and `...`.
 

@@ -19,7 +19,7 @@ from deltastore.baseline import Array, Baseline
 from deltastore.chunk_reader import ChunkReader
 from deltastore.chunk_writer import ChunkWriter
 from deltastore.codecs import Word
-from deltastore.digests import chunk_digest, tensor_digest, tree_digest
+from deltastore.digests import bytes_digest, tensor_digest, tree_digest
 from deltastore.dtypes import dtype_of
 from deltastore.encoder import ChunkEncoder, ChunkOutcome, ChunkTask, Depths
 from deltastore.errors import short_name
@@ -181,7 +181,7 @@ class Scanner:
         self._baseline.retain({each.path for each in everything})
         tree_id = tree_digest(
             {
-                "files": [[name, _file_digest(data)] for name, data in sorted(files.items())],
+                "files": [[name, bytes_digest(data)] for name, data in sorted(files.items())],
                 "state": tree,
                 "tensors": [tensor_digest(each.dtype, each.shape, _joined(each.rows)).hex() for each in scanned],
                 "values": packed,
@@ -313,10 +313,3 @@ def _path_bytes(path: Any) -> bytes:
 
 def _joined(rows: Iterable[ChunkRow]) -> bytes:
     return b"".join(row.digest for row in rows)
-
-
-def _file_digest(data: bytes) -> str:
-    """A file's digest is that of a tensor of its bytes, whether it is stored inline or in chunks."""
-    view = memoryview(data)
-    digests = b"".join(chunk_digest(view[at : at + CHUNK_ELEMENTS]) for at in range(0, len(data), CHUNK_ELEMENTS))
-    return tensor_digest("uint8", (len(data),), digests).hex()

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from deltastore import layout
 from deltastore.buckets import open_bucket
+from deltastore.canonical import utc_now
 from deltastore.errors import (
     AlreadyExistsError,
     InvalidInputError,
@@ -26,7 +27,7 @@ from deltastore.errors import (
 )
 from deltastore.history import Commit, History, check_ref_name
 from deltastore.index.records import RefMovement, RefRecord
-from deltastore.opening import make_store, now, open_index
+from deltastore.opening import make_store, open_index
 from deltastore.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -355,7 +356,7 @@ class DeltaStore:
     ) -> None:
         from deltastore.formats import RefEntry, to_bytes
 
-        entry = RefEntry(action=action, ref_kind=kind, name=name, old=old, new=new, author=_default_author(), time=now())
+        entry = RefEntry(action=action, ref_kind=kind, name=name, old=old, new=new, author=_default_author(), time=utc_now())
         fence = self._log.fence_key
         self._log.refuse_fenced(self._bucket.stat([fence])[fence])
         self._log.fill_holes()

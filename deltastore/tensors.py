@@ -10,7 +10,6 @@ of the same width, and a lazy conjugation or negation flips sign bits. No call c
 from __future__ import annotations
 
 import fnmatch
-import importlib.util
 import json
 import math
 import sys
@@ -36,11 +35,6 @@ _SUBCLASSES = {
     "UninitializedParameter": "is not initialised; run the model once, so that its shape is known",
     "UninitializedBuffer": "is not initialised; run the model once, so that its shape is known",
 }
-
-
-def torch_available() -> bool:
-    """Whether torch is installed."""
-    return importlib.util.find_spec("torch") is not None
 
 
 def _torch() -> Any:

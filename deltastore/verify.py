@@ -16,7 +16,7 @@ import numpy as np
 
 from deltastore.buckets.base import Bucket
 from deltastore.chunk_reader import ChunkReader, ReadJob
-from deltastore.digests import chunk_digest, tensor_digest, tree_digest
+from deltastore.digests import bytes_digest, chunk_digest, tensor_digest, tree_digest
 from deltastore.errors import DeltaStoreError, FormatError
 from deltastore.formats import StoredFile
 from deltastore.index.index import Index
@@ -162,8 +162,7 @@ def _tensor_digest(version: Version, number: int) -> bytes:
 def _file_digest(version: Version, file: StoredFile) -> str:
     if file.tensor is not None:
         return _tensor_digest(version, file.tensor).hex()
-    data = file.data or b""
-    return tensor_digest("uint8", (len(data),), chunk_digest(data) if data else b"").hex()
+    return bytes_digest(file.data or b"")
 
 
 def _chunks(version: Version, number: int, reader: ChunkReader) -> Iterator[bytes]:
