@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
 from deltastore.chunk_reader import Array, ChunkReader, ReadJob
+from deltastore.manifests import PackRef
 from deltastore.options import CHUNK_ELEMENTS
 from deltastore.regions import Region
 from deltastore.state import TensorSink
@@ -63,9 +64,20 @@ def _copier(target: Array, part: slice) -> Callable[[Array], None]:
     return deliver
 
 
-def run(reader: ChunkReader, jobs: Iterable[ReadJob], done: Callable[[int], None] | None = None) -> None:
+def run(
+    reader: ChunkReader,
+    jobs: Iterable[ReadJob],
+    done: Callable[[int], None] | None = None,
+    total: int | None = None,
+    packs: Iterable[PackRef] = (),
+) -> None:
     """Read what was planned. See `ChunkReader.read_many`."""
-    reader.read_many(jobs, done)
+    reader.read_many(jobs, done, total, packs)
+
+
+def mostly_wanted(version: Version, total: int) -> Sequence[PackRef]:
+    """The packs of a version, when `total` of its raw bytes are about to be read and that is most of them; else none."""
+    return version.packs() if 2 * total > sum(info.nbytes for info in version.tensors) else ()
 
 
 def read_region(version: Version, reader: ChunkReader, tensor: int, region: Region, out: Array) -> None:

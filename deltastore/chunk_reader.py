@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
@@ -26,8 +26,9 @@ from deltastore.packs import PackColumns, StoredEntry, head_length
 MAX_CHAIN = 512  # the ladder gives 7 per span; anything longer is a cycle or damage
 RANGE_BYTES = 8 << 20  # the most that one coalesced read asks for
 FIRST_READ = 64 << 10  # of a pack whose head length is not known
-SMALL_PACK_BYTES = 4 << 20  # a pack up to this size is read whole when a fold needs an entry of it
+SMALL_PACK_BYTES = 4 << 20  # a pack up to this size is read whole when most of it will be needed
 RECENT_BYTES = 32 << 20  # of such packs that stay in memory
+SMALL_BATCH_BYTES = 2 << 20  # decoded bytes that are worth a task of their own
 COLUMNS_CACHED = 4096  # packs whose columns stay parsed
 
 Array = np.ndarray[tuple[int], np.dtype[np.uint8]]
@@ -54,8 +55,9 @@ class ChunkReader:
         self._bucket = bucket
         self._verify_digests = verify_digests
         self._refs: dict[str, PackRef] = {}
-        self._columns: OrderedDict[str, PackColumns] = OrderedDict()
-        self._recent: OrderedDict[str, memoryview] = OrderedDict()  # whole small packs, for folds
+        self._columns: dict[str, PackColumns] = {}
+        self._recent: OrderedDict[str, Future[memoryview]] = OrderedDict()  # small packs, whole
+        self._recent_bytes = 0
         self._lock = threading.Lock()
 
     # -- columns and chains -------------------------------------------------------------------------------------------
@@ -82,12 +84,8 @@ class ChunkReader:
         Raises:
             IntegrityError: the pack is missing or malformed.
         """
-        with self._lock:
-            found = self._columns.get(pack_id)
-            if found is not None:
-                self._columns.move_to_end(pack_id)
-                return found
-        return self._load_columns(pack_id)
+        found = self._columns.get(pack_id)
+        return self._load_columns(pack_id) if found is None else found
 
     def _load_columns(self, pack_id: str) -> PackColumns:
         key = pack_key(pack_id)
@@ -103,7 +101,8 @@ class ChunkReader:
                     raise FormatError(f"{key}: its head of {ref.head} bytes is longer than the object of {info.size}", key)
                 head = first[: ref.head] if ref.head <= len(first) else self._bucket.get_range(key, 0, ref.head)
             else:
-                head = self._bucket.get_range(key, 0, ref.head)
+                whole = self._recent.get(pack_id)
+                head = self._bucket.get_range(key, 0, ref.head) if whole is None else bytes(whole.result()[: ref.head])
         except StorageError as error:
             raise _as_integrity(error, key) from error
         try:
@@ -115,12 +114,12 @@ class ChunkReader:
         self._refs.setdefault(pack_id, ref)
         with self._lock:
             self._columns[pack_id] = columns
-            while len(self._columns) > COLUMNS_CACHED:
-                self._columns.popitem(last=False)
+            while len(self._columns) > COLUMNS_CACHED:  # the oldest; reading needs no lock then
+                del self._columns[next(iter(self._columns))]
         return columns
 
-    def chain(self, pack_id: str, row: int) -> list[StoredEntry]:
-        """The entries that are decoded to read one, widest first, the full one last.
+    def chain(self, pack_id: str, row: int, known: Container[tuple[str, int]] = ()) -> list[StoredEntry]:
+        """The entries that are decoded to read one, widest first, the full one last; those behind one in `known` are left out.
 
         Raises:
             FormatError: the chain has no full end, or its entries differ in raw length.
@@ -134,7 +133,7 @@ class ChunkReader:
                 raise _malformed(entry, "a delta and its base differ in raw length")
             if delta != (entry.base is not None):
                 raise _malformed(entry, "a delta without a base" if delta else "a full entry that names a base")
-            if entry.base is None:
+            if entry.base is None or entry.base in known:
                 return entries
             if len(entries) >= MAX_CHAIN:
                 raise _malformed(entries[0], "its chain of bases has no end")
@@ -144,78 +143,92 @@ class ChunkReader:
 
     def payloads(self, entries: Iterable[StoredEntry]) -> dict[tuple[str, int], bytes | memoryview]:
         """The stored bytes of some entries, neighbours of one pack fetched as one range."""
-        wanted = {(entry.pack_id, entry.row): entry for entry in entries}
-        ordered = sorted(wanted.values(), key=lambda entry: (entry.pack_id, entry.offset))
         found: dict[tuple[str, int], bytes | memoryview] = {}
+        wanted = {}
+        for entry in entries:
+            pack = self._recent.get(entry.pack_id)
+            if pack is None:
+                wanted[entry.pack_id, entry.row] = entry
+            else:
+                found[entry.pack_id, entry.row] = pack.result()[entry.offset : entry.offset + entry.stored_length]
+        ordered = sorted(wanted.values(), key=lambda entry: (entry.pack_id, entry.offset))
         for group in _coalesced(ordered):
             start = group[0].offset
             length = group[-1].offset + group[-1].stored_length - start
-            key = pack_key(group[0].pack_id)
-            try:
-                data = memoryview(self._bucket.get_range(key, start, length))
-            except StorageError as error:
-                raise _as_integrity(error, key) from error
-            if len(data) != length:
-                raise IntegrityError(f"{key}: asked for {length} bytes at {start}, got {len(data)}", key)
+            data = self._range(group[0].pack_id, start, length)
             for entry in group:
                 begin = entry.offset - start
                 found[entry.pack_id, entry.row] = data[begin : begin + entry.stored_length]
         return found
 
-    def recent_payloads(self, entries: Iterable[StoredEntry]) -> dict[tuple[str, int], bytes | memoryview]:
-        """As `payloads`, for folds: every chunk of a commit asks for entries of the same few packs, so small packs are read once.
-
-        At most `RECENT_BYTES` of them stay in memory.
-        """
-        found: dict[tuple[str, int], bytes | memoryview] = {}
-        rest = []
-        for entry in entries:
-            pack = self._recent_pack(entry.pack_id)
-            if pack is None:
-                rest.append(entry)
-            else:
-                found[entry.pack_id, entry.row] = pack[entry.offset : entry.offset + entry.stored_length]
-        return found | self.payloads(rest)
-
-    def _recent_pack(self, pack_id: str) -> memoryview | None:
-        """The bytes of a small pack; None for a large one."""
-        with self._lock:
-            found = self._recent.get(pack_id)
-            if found is not None:
-                self._recent.move_to_end(pack_id)
-                return found
-        ref = self.pack_ref(pack_id)
-        if ref.size > SMALL_PACK_BYTES:
-            return None
+    def _range(self, pack_id: str, start: int, length: int) -> memoryview:
         key = pack_key(pack_id)
         try:
-            found = memoryview(self._bucket.get_range(key, 0, ref.size))
+            data = memoryview(self._bucket.get_range(key, start, length))
         except StorageError as error:
             raise _as_integrity(error, key) from error
+        if len(data) != length:
+            raise IntegrityError(f"{key}: asked for {length} bytes at {start}, got {len(data)}", key)
+        return data
+
+    def fold_payloads(self, entries: Iterable[StoredEntry]) -> dict[tuple[str, int], bytes | memoryview]:
+        """As `payloads`, for folds: every chunk of a commit asks for entries of the same few packs, so small ones are kept."""
+        entries = list(entries)
+        for pack_id in {entry.pack_id for entry in entries}:
+            self._keep(self.pack_ref(pack_id))
+        return self.payloads(entries)
+
+    def _keep(self, ref: PackRef) -> None:
+        """Read a small pack whole, once for all threads. The oldest leave when there are more than `RECENT_BYTES` of them."""
+        if ref.size > SMALL_PACK_BYTES or ref.pack_id in self._recent:
+            return
+        self._refs.setdefault(ref.pack_id, ref)
+        pack: Future[memoryview] = Future()
         with self._lock:
-            self._recent[pack_id] = found
-            while sum(map(len, self._recent.values())) > RECENT_BYTES:
-                self._recent.popitem(last=False)
-        return found
+            if self._recent.setdefault(ref.pack_id, pack) is not pack:
+                return
+            self._recent_bytes += ref.size
+            while self._recent_bytes > RECENT_BYTES:
+                self._forget(next(iter(self._recent)))
+        try:
+            pack.set_result(self._range(ref.pack_id, 0, ref.size))
+        except BaseException as error:
+            with self._lock:
+                self._forget(ref.pack_id)
+            pack.set_exception(error)
+
+    def _forget(self, pack_id: str) -> None:
+        if self._recent.pop(pack_id, None) is not None:
+            self._recent_bytes -= self._refs[pack_id].size
 
     def read(self, job: ReadJob) -> None:
         """Read one chunk."""
         self._read_batch([job])
 
-    def read_many(self, jobs: Iterable[ReadJob], done: Callable[[int], None] | None = None) -> None:
+    def read_many(
+        self,
+        jobs: Iterable[ReadJob],
+        done: Callable[[int], None] | None = None,
+        total: int | None = None,
+        packs: Iterable[PackRef] = (),
+    ) -> None:
         """Read chunks on several threads, a bounded number of bytes at a time.
 
         Args:
             jobs: consumed lazily, so that buffers may be made while reading goes on.
             done: called with the raw bytes of each finished batch.
+            total: raw bytes of all jobs, where known: towards the end threads then take smaller batches and end together.
+            packs: those of which nearly everything is wanted: small ones are read whole, as far as memory for them goes.
 
         Raises:
             IntegrityError: a chunk is missing, malformed or not what its digest says; names the tensor and the object.
         """
         workers = worker_count()
-        batch_bytes = WINDOW_BYTES // (2 * workers)
-        batches = _batches(jobs, batch_bytes)
+        batches = _batches(jobs, workers, total)
+        kept = list(_within(packs, RECENT_BYTES))
         if workers == 1:
+            for ref in kept:
+                self._keep(ref)
             for batch in batches:
                 self._read_batch(batch)
                 if done is not None:
@@ -224,6 +237,8 @@ class ChunkReader:
         pending: dict[Future[None], int] = {}
         with ThreadPoolExecutor(workers, thread_name_prefix="deltastore-read") as pool:
             try:
+                for ref in kept:
+                    pool.submit(self._keep, ref)
                 for batch in batches:
                     pending[pool.submit(self._read_batch, batch)] = sum(job.length for job in batch)
                     if len(pending) >= 2 * workers:
@@ -274,15 +289,15 @@ class ChunkReader:
             raise _damaged(top, found)
         if top.raw_length != len(out):
             raise _damaged(top, f"holds {top.raw_length} bytes, expected {len(out)}")
-        for entry in reversed(chain):
-            payload = payloads[entry.pack_id, entry.row]
-            try:
-                if entry.base is None:
-                    codecs.decode_full(entry.codec, payload, out)
-                else:
-                    codecs.apply_delta(entry.codec, payload, out)
-            except FormatError as error:
-                raise type(error)(f"{_place(entry)}: {error}", pack_key(entry.pack_id)) from error
+        *deltas, full = chain
+        entry = full
+        try:
+            codecs.decode_full(full.codec, payloads[full.pack_id, full.row], out)
+            for index in codecs.apply_together([(each.codec, payloads[each.pack_id, each.row]) for each in deltas], out):
+                entry = deltas[index]
+                codecs.apply_delta(entry.codec, payloads[entry.pack_id, entry.row], out)
+        except FormatError as error:
+            raise type(error)(f"{_place(entry)}: {error}", pack_key(entry.pack_id)) from error
         if fast_digest(out) != top.fast_digest:
             through = f" through {len(chain) - 1} deltas from {_place(chain[-1])}" if len(chain) > 1 else ""
             raise _damaged(
@@ -315,12 +330,25 @@ def _reap(pending: dict[Future[None], int], done: Callable[[int], None] | None) 
             done(size)
 
 
-def _batches(jobs: Iterable[ReadJob], batch_bytes: int) -> Iterator[list[ReadJob]]:
+def _within(packs: Iterable[PackRef], most: int) -> Iterator[PackRef]:
+    """Small packs, together at most so many bytes."""
+    for ref in packs:
+        if ref.size <= min(most, SMALL_PACK_BYTES):
+            most -= ref.size
+            yield ref
+
+
+def _batches(jobs: Iterable[ReadJob], workers: int, total: int | None) -> Iterator[list[ReadJob]]:
+    """Jobs in batches of one share of the window or of what is left, whichever is smaller (guided self-scheduling)."""
+    most = WINDOW_BYTES // (2 * workers)
+    left = total or 0
     batch: list[ReadJob] = []
     size = 0
     for job in jobs:
-        if batch and size + job.length > batch_bytes:
+        limit = most if total is None else min(most, max(SMALL_BATCH_BYTES, left // (2 * workers)))
+        if batch and size + job.length > limit:
             yield batch
+            left -= size
             batch, size = [], 0
         batch.append(job)
         size += job.length

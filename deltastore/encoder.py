@@ -29,7 +29,8 @@ from deltastore.codecs import Steps, Word, kernel
 from deltastore.digests import chunk_digest, fast_digest
 from deltastore.ladder import FULL_SPAN, STEP_SPAN, Depth, DepthBook, folds
 from deltastore.manifests import ChunkRow
-from deltastore.packs import PackEntry
+from deltastore.packs import PackEntry, StoredEntry
+from deltastore.recent_steps import Place, RecentSteps
 from deltastore.state import TensorSource
 
 Array = np.ndarray[tuple[int], np.dtype[np.uint8]]
@@ -54,13 +55,16 @@ class ChunkTask:
 class ChunkOutcome:
     """What a commit stores for a chunk.
 
-    `entries` are new pack entries, narrow spans first. The manifest names `row` when it is given, else the last entry.
+    `entries` are new pack entries, narrow spans first, `steps` those that each of them holds, None for a full one. The manifest
+    names `row` when it is given, else the last entry. `folded` are the places of entries that a fold now stands for.
     """
 
     digest: bytes
     length: int
     entries: tuple[PackEntry, ...] = ()
+    steps: tuple[Steps | None, ...] = ()
     row: ChunkRow | None = None
+    folded: tuple[Place, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,37 +78,46 @@ class _Scan:
 
 
 class Depths:
-    """Depth of every entry that the current head uses, so that chains are walked once and not at every commit."""
+    """Depth of every entry in the chains of the current head, so that chains are walked once and not at every commit."""
 
     def __init__(self, reader: ChunkReader) -> None:
         self._reader = reader
         self._book = DepthBook()
-        self._depths: dict[tuple[str, int], Depth] = {}
+        self._known: dict[Place, tuple[Depth, Place | None]] = {}  # and the place of the base
 
     def of(self, pack_id: str, row: int) -> Depth:
-        """The depth of an entry; walks its chain when it isn't known."""
-        found = self._depths.get((pack_id, row))
+        """The depth of an entry; walks its chain as far as it isn't known."""
+        found = self._known.get((pack_id, row))
         if found is None:
-            chain = self._reader.chain(pack_id, row)
-            found = self._book.full(chain[-1].pack_id, chain[-1].stored_length)
-            for entry in reversed(chain[:-1]):
-                found = self._book.on(found, entry.span, entry.pack_id)
-            self._depths[pack_id, row] = found
-        return found
+            for entry in reversed(self._reader.chain(pack_id, row, self._known)):
+                self._learn((entry.pack_id, entry.row), entry.span, entry.base, entry.stored_length)
+            found = self._known[pack_id, row]
+        return found[0]
 
-    def add(self, place: tuple[str, int], entry: PackEntry) -> None:
+    def add(self, place: Place, entry: PackEntry) -> None:
         """Record the depth of an entry that was just written."""
-        pack_id, _ = place
-        if entry.base is None:
-            self._depths[place] = self._book.full(pack_id, len(entry.payload))
+        if entry.base is not None:
+            self.of(*entry.base)
+        self._learn(place, entry.span, entry.base, len(entry.payload))
+
+    def _learn(self, place: Place, span: int, base: Place | None, stored_length: int) -> None:
+        if base is None:
+            self._known[place] = self._book.full(place[0], stored_length), None
         else:
-            self._depths[place] = self._book.on(self.of(*entry.base), entry.span, pack_id)
+            self._known[place] = self._book.on(self._known[base][0], span, place[0]), base
 
     def retain(self, rows: Sequence[Sequence[ChunkRow]]) -> None:
-        """Forget entries that the head no longer names, once they are the most."""
-        if len(self._depths) > 4 * sum(map(len, rows)) + 1024:
-            places = {(row.pack_id, row.row) for chunks in rows for row in chunks}
-            self._depths = {place: depth for place, depth in self._depths.items() if place in places}
+        """Forget entries that no chain of the head passes, once they may be the most."""
+        if len(self._known) <= 32 * sum(map(len, rows)) + 1024:
+            return
+        kept: dict[Place, tuple[Depth, Place | None]] = {}
+        for chunks in rows:
+            for row in chunks:
+                place: Place | None = (row.pack_id, row.row)
+                while place is not None and place not in kept and place in self._known:
+                    kept[place] = self._known[place]
+                    place = kept[place][1]
+        self._known = kept
 
 
 class ChunkEncoder:
@@ -113,6 +126,7 @@ class ChunkEncoder:
     Args:
         reader: for parent chunks that are not in the baseline, and for the payloads that folds sum.
         depths: of the parent version's entries.
+        recent: steps of entries that earlier commits wrote.
         find: content digest -> place of a full entry that the store has, or None.
         height: first-parent height of the commit.
     """
@@ -121,11 +135,13 @@ class ChunkEncoder:
         self,
         reader: ChunkReader,
         depths: Depths,
+        recent: RecentSteps,
         find: Callable[[bytes], tuple[str, int] | None],
         height: int,
     ) -> None:
         self._reader = reader
         self._depths = depths
+        self._recent = recent
         self._find = find
         self._height = height
         self._local = threading.local()
@@ -144,9 +160,9 @@ class ChunkEncoder:
             depth = self._depths.of(task.parent.pack_id, task.parent.row)
             if not depth.fold_due(self._height, changed=False):
                 return ChunkOutcome(scan.digest, task.length, row=task.parent)
-            return self._fold(task, scan, depth, None)
+            return self._fold(task, scan, depth, None, None)
         if scan.steps is None or task.parent is None:
-            return ChunkOutcome(scan.digest, task.length, (self._full(task, scan),))
+            return ChunkOutcome(scan.digest, task.length, (self._full(task, scan),), (None,))
         return self._delta(task, scan, task.parent, scan.steps)
 
     # -- scanning ---------------------------------------------------------------------------------------------------------
@@ -215,34 +231,34 @@ class ChunkEncoder:
         if 2 * len(payload) > depth.root_stored:
             full = self._full(task, scan)
             if len(full.payload) <= len(payload):
-                return ChunkOutcome(scan.digest, task.length, (full,))
+                return ChunkOutcome(scan.digest, task.length, (full,), (None,))
         place = (parent.pack_id, parent.row)
         delta = PackEntry(scan.digest, scan.fingerprint, task.length, codec, payload, STEP_SPAN, place)
         if not depth.fold_due(self._height, changed=True):
-            return ChunkOutcome(scan.digest, task.length, (delta,))
-        return self._fold(task, scan, depth, delta)
+            return ChunkOutcome(scan.digest, task.length, (delta,), (steps,))
+        return self._fold(task, scan, depth, delta, steps)
 
-    def _fold(self, task: ChunkTask, scan: _Scan, depth: Depth, delta: PackEntry | None) -> ChunkOutcome:
-        """Sum the deltas on top of the chain into one per span that is due."""
+    def _fold(self, task: ChunkTask, scan: _Scan, depth: Depth, delta: PackEntry | None, newest: Steps | None) -> ChunkOutcome:
+        """Sum the deltas on top of the chain into one per span that is due. `newest` are the steps of `delta`."""
         parent = task.parent
         assert parent is not None
         chain = self._reader.chain(parent.pack_id, parent.row)
         new = 0 if delta is None else 1
         due = list(folds([STEP_SPAN] * new + [entry.span for entry in chain], self._height))
         entries = [] if delta is None else [delta]
+        held = [] if delta is None else [newest]
         row = parent if delta is None else None
         if not due:
-            return ChunkOutcome(scan.digest, task.length, tuple(entries), row)
-        payloads = self._reader.recent_payloads(chain[: due[-1].entries - new])
+            return ChunkOutcome(scan.digest, task.length, tuple(entries), tuple(held), row)
+        folded = chain[: due[-1].entries - new]
         total = self._scratch("total", task.length)
         total[:] = 0
         summed = 0
         for fold in due:
-            if delta is not None and summed == 0:
-                codecs.accumulate_delta(delta.codec, delta.payload, total, task.word)
-                summed = 1
-            for entry in chain[summed - new : fold.entries - new]:
-                codecs.accumulate_delta(entry.codec, payloads[entry.pack_id, entry.row], total, task.word)
+            if newest is not None and summed == 0:
+                kernel.accumulate(total, newest)
+                summed = new
+            self._accumulate(chain[summed - new : fold.entries - new], total, task.word)
             summed = fold.entries
             below = chain[fold.entries - new]
             steps = kernel.collect(total, task.word)
@@ -253,10 +269,26 @@ class ChunkEncoder:
             row = None
             if fold is due[-1] and 2 * len(payload) > depth.root_stored:
                 entries.append(self._full(task, scan))
+                held.append(None)
             else:
                 place = (below.pack_id, below.row)
                 entries.append(PackEntry(scan.digest, scan.fingerprint, task.length, codec, payload, fold.span, place))
-        return ChunkOutcome(scan.digest, task.length, tuple(entries), row)
+                held.append(steps)
+        places = tuple((entry.pack_id, entry.row) for entry in folded)
+        return ChunkOutcome(scan.digest, task.length, tuple(entries), tuple(held), row, places)
+
+    def _accumulate(self, entries: Sequence[StoredEntry], total: Array, word: Word) -> None:
+        """Add the steps of stored deltas to `total`: those in memory, then the others from the store."""
+        absent = []
+        for entry in entries:
+            steps = self._recent.get((entry.pack_id, entry.row))
+            if steps is None:
+                absent.append(entry)
+            else:
+                kernel.accumulate(total, steps)
+        if absent:
+            payloads = self._reader.fold_payloads(absent)
+            codecs.accumulate_deltas([(entry.codec, payloads[entry.pack_id, entry.row]) for entry in absent], total, word)
 
     def _scratch(self, name: str, length: int) -> Array:
         buffers: dict[str, Array] | None = getattr(self._local, "buffers", None)

@@ -27,6 +27,7 @@ from deltastore.formats import StoredFile, StoredTensor, StructureDocument
 from deltastore.index.index import Index
 from deltastore.manifests import ChunkRow, cut_manifests
 from deltastore.options import CHUNK_ELEMENTS, INLINE_FILE_BYTES, INLINE_VALUES_BYTES, worker_count
+from deltastore.recent_steps import RecentSteps
 from deltastore.state import FlatState, TensorSource
 from deltastore.versions import Version
 
@@ -141,6 +142,7 @@ class Scanner:
         reader: ChunkReader,
         index: Index,
         depths: Depths,
+        recent: RecentSteps,
         baseline: Baseline,
         writer: ChunkWriter,
         parent: Version | None,
@@ -148,12 +150,13 @@ class Scanner:
     ) -> None:
         self._index = index
         self._depths = depths
+        self._recent = recent
         self._baseline = baseline
         self._writer = writer
         self._parent = parent
         self._progress = progress
         height = 0 if parent is None else parent.height + 1
-        self._encoder = ChunkEncoder(reader, depths, self._find, height)
+        self._encoder = ChunkEncoder(reader, depths, recent, self._find, height)
         self._new_full: dict[bytes, ChunkRow] = {}
         self._before = _stored_by_path(parent)
 
@@ -241,11 +244,13 @@ class Scanner:
     def _settle(self, outcome: ChunkOutcome, rows: list[ChunkRow]) -> None:
         """Take the outcome of a task: its entries into packs, its row into the version."""
         row = outcome.row
-        for entry in outcome.entries:
+        for entry, steps in zip(outcome.entries, outcome.steps, strict=True):
             added = self._new_full.get(entry.digest) if entry.base is None else None  # the same content twice in this commit
             if added is None:
                 place = self._writer.add(entry)
                 self._depths.add(place, entry)
+                if steps is not None:
+                    self._recent.add(place, steps)
                 added = ChunkRow(*place, entry.digest)
                 if entry.base is None:
                     self._new_full[entry.digest] = added
@@ -253,6 +258,7 @@ class Scanner:
                 row = added
         assert row is not None
         rows.append(row)
+        self._recent.remove(outcome.folded)
         if self._progress is not None:
             self._progress(outcome.length)
 

@@ -198,9 +198,16 @@ class Snapshot(Mapping[str, LazyTensor]):
 
     def _load_numbers(self, numbers: set[int], device: Any, dtype: Any) -> dict[int, Any]:
         loaded: dict[int, Any] = {}
-        with progress_bar("load", sum(self._version.tensors[number].nbytes for number in numbers)) as done:
+        total = sum(self._version.tensors[number].nbytes for number in numbers)
+        with progress_bar("load", total) as done:
             if _is_cpu(device) and dtype is None:
-                checkout.run(self._reader, self._jobs_into_new(sorted(numbers), loaded), done)
+                checkout.run(
+                    self._reader,
+                    self._jobs_into_new(sorted(numbers), loaded),
+                    done,
+                    total,
+                    checkout.mostly_wanted(self._version, total),
+                )
                 return loaded
             for number in sorted(numbers):  # one tensor at a time in host memory
                 part: dict[int, Any] = {}
@@ -212,9 +219,8 @@ class Snapshot(Mapping[str, LazyTensor]):
     def _jobs_into_new(self, numbers: list[int], loaded: dict[int, Any]) -> Iterator[ReadJob]:
         for number in numbers:
             info = self._version.tensors[number]
-            loaded[number] = tensors.empty_tensor(info.dtype.name, info.shape)
-            label = self._version.label(number)
-            yield from checkout.plan_tensor(self._version, number, tensors.TorchSink(loaded[number], name=label), label)
+            loaded[number], memory = tensors.empty_memory(info.dtype.name, info.shape)
+            yield from checkout.plan_range(self._version, number, 0, info.elements, memory)
 
     def state(self, device: Any = "cpu") -> Any:
         """The nested structure as it was committed: order, key types, plain values and ties."""
@@ -264,9 +270,10 @@ class Snapshot(Mapping[str, LazyTensor]):
             if each.tie not in plan:
                 plan[each.tie] = number, tensors.TorchSink(each.tensor, name=f"tensor {short_name(each.name)!r}")
         jobs = (job for number, sink in plan.values() for job in checkout.plan_tensor(self._version, number, sink))
-        with progress_bar("load", sum(self._version.tensors[number].nbytes for number, _ in plan.values())) as done:
+        total = sum(self._version.tensors[number].nbytes for number, _ in plan.values())
+        with progress_bar("load", total) as done:
             try:
-                checkout.run(self._reader, jobs, done)
+                checkout.run(self._reader, jobs, done, total, checkout.mostly_wanted(self._version, total))
             except IntegrityError as error:
                 mixed = "the target now holds old and new values mixed, load another revision into it"
                 raise type(error)(f"{error}; {mixed}", error.key) from error
@@ -327,8 +334,11 @@ class Snapshot(Mapping[str, LazyTensor]):
                 stacklevel=2,
             )
         with CheckpointWriter(Path(directory), entries, max_shard_bytes=max_shard_bytes, overwrite=overwrite) as writer:
-            with progress_bar("save", sum(self._version.tensors[number].nbytes for _, number in self._version.leaves)) as done:
-                checkout.run(self._reader, self._jobs_into_files(names, writer), done)
+            total = sum(self._version.tensors[number].nbytes for _, number in self._version.leaves)
+            with progress_bar("save", total) as done:
+                checkout.run(
+                    self._reader, self._jobs_into_files(names, writer), done, total, checkout.mostly_wanted(self._version, total)
+                )
             for name in self.files:
                 writer.add_file(name, self.read_file(name))
             return writer.finish()

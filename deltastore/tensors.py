@@ -338,6 +338,12 @@ def empty_tensor(dtype: str, shape: Sequence[int], device: Any = "cpu") -> Tenso
     return torch.empty(tuple(shape), dtype=kind, device=device)
 
 
+def empty_memory(dtype: str, shape: Sequence[int]) -> tuple[Tensor, Array]:
+    """`empty_tensor` on the CPU, and all its bytes as writable 1-d uint8."""
+    tensor = empty_tensor(dtype, shape)
+    return tensor, _memory(tensor, readonly=False)
+
+
 def tensor_from_bytes(dtype: str, shape: Sequence[int], data: bytes | Array, device: Any = "cpu") -> Tensor:
     """A tensor with memory of its own that holds these bytes. Raises InvalidInputError when their number is wrong."""
     tensor = empty_tensor(dtype, shape, device)

@@ -24,7 +24,7 @@ from deltastore.errors import (
 )
 from deltastore.formats import CommitDocument, StructureDocument, parse_commit, parse_structure
 from deltastore.index.index import Index
-from deltastore.manifests import ChunkRow, Manifest
+from deltastore.manifests import ChunkRow, Manifest, PackRef
 from deltastore.options import CHUNK_ELEMENTS
 from deltastore.state import Path, leaf_paths, path_name, strip_wrapper_prefixes
 
@@ -120,6 +120,13 @@ class Version:
     def seed_manifest(self, shard: int, manifest: Manifest) -> None:
         """Hand over a manifest that was just written."""
         self._manifests[shard] = manifest
+
+    def packs(self) -> list[PackRef]:
+        """Every pack that holds a part of this version; reads all its manifests."""
+        found: dict[str, PackRef] = {}
+        for shard in range(len(self.document.placement.manifests)):
+            found.update((ref.pack_id, ref) for ref in self.manifest(shard).packs)
+        return list(found.values())
 
     def rows(self, tensor: int) -> list[ChunkRow]:
         """Where each chunk of a stored tensor is."""

@@ -4,7 +4,15 @@
 bytes from outside: whatever they hold, decoding gives FormatError or stays within the output.
 """
 
-from deltastore.codecs.delta import accumulate_delta, apply_delta, delta_summary, encode_delta, is_delta
+from deltastore.codecs.delta import (
+    accumulate_delta,
+    accumulate_deltas,
+    apply_delta,
+    apply_together,
+    delta_summary,
+    encode_delta,
+    is_delta,
+)
 from deltastore.codecs.full import decode_full, encode_full
 from deltastore.codecs.word import Steps, Word
 
@@ -12,7 +20,9 @@ __all__ = [
     "Steps",
     "Word",
     "accumulate_delta",
+    "accumulate_deltas",
     "apply_delta",
+    "apply_together",
     "decode_full",
     "delta_summary",
     "encode_delta",

@@ -25,6 +25,13 @@
 #include <emmintrin.h>
 #endif
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23 /* Linux 5.14; older ones refuse, and nothing is lost */
+#endif
+#endif
+
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "the native kernel is for little-endian machines; deltastore uses its NumPy kernel elsewhere"
 #endif
@@ -44,8 +51,15 @@
 
 enum { PLAIN = 0, ROTATE = 1, ZIGZAG = 2 };
 enum { TILE_BYTES = 4096, TILE_CHANGES = 512, MAX_WIDTH = 8, SLACK = 8 };
+enum { TOGETHER = 16 }; /* payloads in one call of add_sparse */
 
 typedef struct { size_t gaps, changes; } Counts;
+
+/* Sparse steps as `pack` gives them: `long_count` bytes in each plane of `longs`. */
+typedef struct {
+    const uint8_t *gaps, *codes, *longs[MAX_WIDTH];
+    size_t gap_bytes, count, long_count;
+} Packed;
 
 static const uint8_t zeros[TILE_BYTES];
 
@@ -79,6 +93,18 @@ INLINE void forget_memory(const void *kept)
 #else
     (void)kept;
     atomic_signal_fence(memory_order_seq_cst);
+#endif
+}
+
+/* One system call for the pages of a large output that the process has not touched yet, instead of a fault for each. */
+INLINE void take_pages(uint8_t *out, size_t size)
+{
+#if defined(__linux__)
+    const size_t page = 4096, ahead = (page - (uintptr_t)out % page) % page;
+    if (size >= 64 * page) (void)madvise(out + ahead, (size - ahead) / page * page, MADV_POPULATE_WRITE);
+#else
+    (void)out;
+    (void)size;
 #endif
 }
 
@@ -125,7 +151,7 @@ INLINE int gaps_fit(const uint8_t *gaps, size_t gap_bytes, size_t count, size_t 
  * or lead to `length` or beyond: after `gaps_fit` only if somebody writes to them meanwhile.
  * An escape writes a position that the next byte overwrites, so that no branch is guessed wrong. */
 INLINE int next_positions(const uint8_t *gaps, size_t gap_bytes, size_t *index, size_t *at, size_t length, size_t wanted,
-                          size_t *positions)
+                          uint32_t *positions)
 {
     size_t found = 0, next = *at;
     while (found < wanted) {
@@ -135,13 +161,13 @@ INLINE int next_positions(const uint8_t *gaps, size_t gap_bytes, size_t *index, 
         if (memchr(from, 255, run)) {
             for (size_t k = 0; k < run; k++) {
                 const size_t gap = from[k], real = gap != 255;
-                positions[found] = next + gap;
+                positions[found] = (uint32_t)(next + gap);
                 next += gap + real;
                 found += real;
             }
         } else {
             for (size_t k = 0; k < run; k++) {
-                positions[found + k] = next + from[k];
+                positions[found + k] = (uint32_t)(next + from[k]);
                 next += (size_t)from[k] + 1;
             }
             found += run;
@@ -166,6 +192,12 @@ INLINE int codes_fit(const uint8_t *codes, size_t count, size_t long_count)
     return found == long_count && (count % 4 == 0 || codes[bytes - 1] >> (2 * (count % 4)) == 0);
 }
 
+INLINE int packed_fit(const Packed *packed, size_t length)
+{
+    return gaps_fit(packed->gaps, packed->gap_bytes, packed->count, length) &&
+           codes_fit(packed->codes, packed->count, packed->long_count);
+}
+
 #define BITS 8
 #include "_kernel.c"
 #define BITS 16
@@ -182,7 +214,7 @@ typedef struct {
     void (*split)(const uint8_t *, uint8_t *, size_t, int);
     void (*merge)(const uint8_t *const *, uint8_t *, size_t, int);
     size_t (*pack)(const uint8_t *const *, size_t, uint8_t *, uint8_t *);
-    int (*apply_packed)(uint8_t *, size_t, const uint8_t *, size_t, const uint8_t *, size_t, const uint8_t *const *, size_t, int);
+    int (*apply_packed)(uint8_t *, size_t, const Packed *, int);
 } Kernel;
 
 #define KERNEL(bits) \
@@ -203,6 +235,13 @@ static int check(int fine, const char *message)
 {
     if (!fine) PyErr_SetString(PyExc_ValueError, message);
     return fine;
+}
+
+/* True when a buffer holds whole words, few enough for positions of 32 bits. */
+static int check_target(const Py_buffer *target, unsigned width)
+{
+    return check(target->len % width == 0, "not a whole number of words") &&
+           check((size_t)target->len / width <= UINT32_MAX, "too many words");
 }
 
 /* Most bytes that the gaps of `length` words can take, with room for the writer to write ahead. */
@@ -291,7 +330,7 @@ static PyObject *kernel_apply(PyObject *Py_UNUSED(module), PyObject *args)
     int floating;
     if (!PyArg_ParseTuple(args, "w*y*OIp:apply", &target, &gaps, &tuple, &width, &floating)) return NULL;
     const Kernel *kernel = kernel_of(width);
-    if (kernel && check(target.len % width == 0, "not a whole number of words")) {
+    if (kernel && check_target(&target, width)) {
         Py_ssize_t count = borrow_planes(tuple, width, views, planes);
         if (count >= 0) {
             int fits;
@@ -361,6 +400,7 @@ static PyObject *kernel_merge(PyObject *Py_UNUSED(module), PyObject *args)
         if (length >= 0) {
             if (check(words.len % width == 0 && words.len / width == length, "words and planes differ in length")) {
                 Py_BEGIN_ALLOW_THREADS
+                take_pages(words.buf, (size_t)words.len);
                 kernel->merge(planes, words.buf, (size_t)length, transform);
                 Py_END_ALLOW_THREADS
                 result = Py_NewRef(Py_None);
@@ -402,7 +442,7 @@ static PyObject *kernel_pack(PyObject *Py_UNUSED(module), PyObject *args)
 static PyObject *kernel_apply_packed(PyObject *Py_UNUSED(module), PyObject *args)
 {
     Py_buffer target, gaps, codes, views[MAX_WIDTH];
-    const uint8_t *longs[MAX_WIDTH];
+    Packed packed;
     PyObject *tuple, *result = NULL;
     Py_ssize_t count;
     unsigned width;
@@ -410,14 +450,19 @@ static PyObject *kernel_apply_packed(PyObject *Py_UNUSED(module), PyObject *args
     if (!PyArg_ParseTuple(args, "w*y*y*OnIp:apply_packed", &target, &gaps, &codes, &tuple, &count, &width, &floating))
         return NULL;
     const Kernel *kernel = kernel_of(width);
-    if (kernel && check(target.len % width == 0, "not a whole number of words") &&
+    if (kernel && check_target(&target, width) &&
         check(count >= 0 && codes.len == count / 4 + (count % 4 != 0), "codes and count differ in length")) {
-        Py_ssize_t long_count = borrow_planes(tuple, width, views, longs);
+        Py_ssize_t long_count = borrow_planes(tuple, width, views, packed.longs);
         if (long_count >= 0) {
             int fits;
+            packed.gaps = gaps.buf;
+            packed.codes = codes.buf;
+            packed.gap_bytes = (size_t)gaps.len;
+            packed.count = (size_t)count;
+            packed.long_count = (size_t)long_count;
             Py_BEGIN_ALLOW_THREADS
-            fits = kernel->apply_packed(target.buf, (size_t)target.len / width, gaps.buf, (size_t)gaps.len, codes.buf,
-                                        (size_t)count, longs, (size_t)long_count, floating);
+            fits = packed_fit(&packed, (size_t)target.len / width) &&
+                   kernel->apply_packed(target.buf, (size_t)target.len / width, &packed, floating);
             Py_END_ALLOW_THREADS
             result = PyBool_FromLong(fits);
             release_planes(width, views);
@@ -426,6 +471,115 @@ static PyObject *kernel_apply_packed(PyObject *Py_UNUSED(module), PyObject *args
     PyBuffer_Release(&target);
     PyBuffer_Release(&gaps);
     PyBuffer_Release(&codes);
+    return result;
+}
+
+/* ---- whole payloads of sparse-ulp@1; the format stands in delta.py and streams.py, where damage is named ------------ */
+
+enum { MODE_ZERO = 0, MODE_RAW = 1, MODE_ZSTD = 2 };
+
+typedef struct {
+    Py_buffer payload;
+    PyObject *raw[2 + MAX_WIDTH]; /* what was made of streams that are not raw */
+    Packed packed;
+} Sparse;
+
+static int read_number(const uint8_t **at, const uint8_t *end, uint64_t limit, size_t *number)
+{
+    uint64_t value = 0;
+    for (unsigned shift = 0; shift < 63 && *at < end; shift += 7) {
+        const uint8_t byte = *(*at)++;
+        value |= (uint64_t)(byte & 127) << shift;
+        if (byte < 128) {
+            *number = (size_t)value;
+            return value <= limit;
+        }
+    }
+    return 0;
+}
+
+/* The `length` bytes of a stream of `stored` bytes at `body`; `*made` holds them where they had to be made. NULL when it is
+ * damaged. */
+static const uint8_t *open_stream(const uint8_t *body, size_t head, size_t length, PyObject *decompress, PyObject **made)
+{
+    const size_t mode = head & 3, stored = head >> 2;
+    if (mode == MODE_RAW && stored == length) return body;
+    if (mode == MODE_ZERO && stored == 0) {
+        *made = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)length);
+        if (*made) memset(PyBytes_AsString(*made), 0, length);
+    } else if (mode == MODE_ZSTD && stored > 0 && stored < length && body[0] == 0) {
+        PyObject *frame = PyMemoryView_FromMemory((char *)body, (Py_ssize_t)stored, PyBUF_READ);
+        if (frame) *made = PyObject_CallFunction(decompress, "OnOO", frame, (Py_ssize_t)length, Py_False, Py_False);
+        Py_XDECREF(frame);
+    }
+    if (!*made || !PyBytes_Check(*made) || PyBytes_Size(*made) != (Py_ssize_t)length) return NULL;
+    return (const uint8_t *)PyBytes_AsString(*made);
+}
+
+static int open_sparse(Sparse *sparse, unsigned code, size_t length, PyObject *decompress)
+{
+    const unsigned width = 1u << (code & 3);
+    const uint8_t *at = sparse->payload.buf, *end = at + sparse->payload.len;
+    Packed *packed = &sparse->packed;
+    size_t heads[2 + MAX_WIDTH], lengths[2 + MAX_WIDTH], stored = 0;
+    const uint8_t *streams[2 + MAX_WIDTH];
+    if (at == end || *at++ != code) return 0;
+    if (!read_number(&at, end, length, &packed->count)) return 0;
+    if (!read_number(&at, end, packed->count + length / 255, &packed->gap_bytes)) return 0;
+    if (!read_number(&at, end, packed->count, &packed->long_count)) return 0;
+    lengths[0] = packed->gap_bytes;
+    lengths[1] = packed->count / 4 + (packed->count % 4 != 0);
+    for (unsigned plane = 0; plane < width; plane++) lengths[2 + plane] = packed->long_count;
+    for (unsigned stream = 0; stream < 2 + width; stream++) {
+        if (!read_number(&at, end, (uint64_t)lengths[stream] << 2 | 3, &heads[stream])) return 0;
+        stored += heads[stream] >> 2;
+    }
+    if (stored != (size_t)(end - at)) return 0;
+    for (unsigned stream = 0; stream < 2 + width; stream++) {
+        streams[stream] = open_stream(at, heads[stream], lengths[stream], decompress, &sparse->raw[stream]);
+        if (!streams[stream]) return 0;
+        at += heads[stream] >> 2;
+    }
+    packed->gaps = streams[0];
+    packed->codes = streams[1];
+    for (unsigned plane = 0; plane < width; plane++) packed->longs[plane] = streams[2 + plane];
+    return 1;
+}
+
+static PyObject *kernel_add_sparse(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    Py_buffer target;
+    Sparse opened[TOGETHER];
+    PyObject *tuple, *decompress, *result = NULL;
+    unsigned code;
+    int floating, fits = 1;
+    Py_ssize_t count = 0;
+    if (!PyArg_ParseTuple(args, "w*O!OIp:add_sparse", &target, &PyTuple_Type, &tuple, &decompress, &code, &floating)) return NULL;
+    const Py_ssize_t wanted = PyTuple_Size(tuple);
+    if (check(code < 8, "unknown word code") && check_target(&target, 1u << (code & 3)) &&
+        check(wanted <= TOGETHER, "too many payloads at once")) {
+        const unsigned width = 1u << (code & 3);
+        const size_t length = (size_t)target.len / width;
+        for (; fits && count < wanted; count++) {
+            memset(&opened[count], 0, sizeof opened[count]);
+            if (PyObject_GetBuffer(PyTuple_GetItem(tuple, count), &opened[count].payload, PyBUF_SIMPLE)) break;
+            fits = open_sparse(&opened[count], code, length, decompress);
+        }
+        if (!fits && PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_Exception)) PyErr_Clear();
+        if (fits && count == wanted) {
+            Py_BEGIN_ALLOW_THREADS
+            for (Py_ssize_t k = 0; fits && k < count; k++) fits = packed_fit(&opened[k].packed, length);
+            for (Py_ssize_t k = 0; fits && k < count; k++)
+                fits = kernel_of(width)->apply_packed(target.buf, length, &opened[k].packed, floating);
+            Py_END_ALLOW_THREADS
+        }
+        if (!PyErr_Occurred()) result = PyBool_FromLong(fits);
+        while (count--) {
+            for (unsigned stream = 0; stream < 2 + MAX_WIDTH; stream++) Py_XDECREF(opened[count].raw[stream]);
+            PyBuffer_Release(&opened[count].payload);
+        }
+    }
+    PyBuffer_Release(&target);
     return result;
 }
 
@@ -439,6 +593,8 @@ static PyMethodDef methods[] = {
     {"pack", kernel_pack, METH_VARARGS, "pack(planes, codes, longs, width) -> long steps"},
     {"apply_packed", kernel_apply_packed, METH_VARARGS,
      "apply_packed(target, gaps, codes, longs, count, width, floating) -> whether the steps fit"},
+    {"add_sparse", kernel_add_sparse, METH_VARARGS,
+     "add_sparse(target, payloads, decompress, code, floating) -> whether all payloads could be read and fit"},
     {NULL, NULL, 0, NULL},
 };
 
@@ -652,7 +808,7 @@ CLONES static Counts N(extract)(uint8_t *baseline, const uint8_t *live, size_t l
 }
 
 /* Adds steps to the words at some different positions. Reading all before writing any lets the memory work ahead. */
-INLINE void N(add_at)(uint8_t *target, const size_t *positions, const WORD *steps, size_t count, int floating)
+INLINE void N(add_at)(uint8_t *target, const uint32_t *positions, const WORD *steps, size_t count, int floating)
 {
     WORD words[TILE_CHANGES];
     for (size_t k = 0; k < count; k++) words[k] = N(load)(target, positions[k]);
@@ -663,7 +819,8 @@ INLINE void N(add_at)(uint8_t *target, const size_t *positions, const WORD *step
 INLINE int N(apply_steps)(uint8_t *target, size_t length, const uint8_t *gaps, size_t gap_bytes, const uint8_t *const *planes,
                           size_t count, int floating)
 {
-    size_t positions[TILE_CHANGES], index = 0, at = 0;
+    size_t index = 0, at = 0;
+    uint32_t positions[TILE_CHANGES];
     WORD steps[TILE_CHANGES];
     if (!gaps_fit(gaps, gap_bytes, count, length)) return 0;
     for (size_t first = 0; first < count; first += TILE_CHANGES) {
@@ -686,13 +843,13 @@ CLONES static int N(apply)(uint8_t *target, size_t length, const uint8_t *gaps, 
     return N(apply_steps)(target, length, gaps, gap_bytes, planes, count, 0);
 }
 
-/* `apply` straight from what `pack` gives. */
-INLINE int N(apply_packed_steps)(uint8_t *target, size_t length, const uint8_t *gaps, size_t gap_bytes, const uint8_t *codes,
-                                 size_t count, const uint8_t *const *longs, size_t long_count, int floating)
+/* Adds packed steps that `packed_fit` has checked. False when they don't fit: only if somebody writes there meanwhile. */
+INLINE int N(apply_packed_steps)(uint8_t *target, size_t length, const Packed *packed, int floating)
 {
-    size_t positions[TILE_CHANGES], index = 0, at = 0, escaped = 0;
+    const size_t count = packed->count;
+    size_t index = 0, at = 0, escaped = 0;
+    uint32_t positions[TILE_CHANGES];
     WORD steps[TILE_CHANGES], quads[256][4];
-    if (!gaps_fit(gaps, gap_bytes, count, length) || !codes_fit(codes, count, long_count)) return 0;
     for (unsigned quad = 0; quad < 256; quad++)
         for (unsigned k = 0; k < 4; k++) quads[quad][k] = N(unzigzag)((WORD)((quad >> (2 * k) & 3) + 1));
     for (size_t first = 0; first < count; first += TILE_CHANGES) {
@@ -700,8 +857,8 @@ INLINE int N(apply_packed_steps)(uint8_t *target, size_t length, const uint8_t *
         uint8_t tile[TILE_CHANGES / 4] = {0};
         uint16_t bits[TILE_CHANGES + SLACK];
         uint64_t masks[TILE_CHANGES / 32], filled = 0;
-        if (!next_positions(gaps, gap_bytes, &index, &at, length, changes, positions)) return 0;
-        memcpy(tile, codes + first / 4, (changes + 3) / 4);
+        if (!next_positions(packed->gaps, packed->gap_bytes, &index, &at, length, changes, positions)) return 0;
+        memcpy(tile, packed->codes + first / 4, (changes + 3) / 4);
         for (size_t quad = 0; quad < (changes + 3) / 4; quad++) memcpy(steps + 4 * quad, quads[tile[quad]], 4 * WIDTH);
         for (unsigned group = 0; group < TILE_CHANGES / 32; group++) {
             memcpy(&masks[group], tile + 8 * group, 8);
@@ -709,10 +866,11 @@ INLINE int N(apply_packed_steps)(uint8_t *target, size_t length, const uint8_t *
             filled |= (uint64_t)(masks[group] != 0) << group;
         }
         const size_t found = set_bits(masks, filled, bits);
-        if (found > long_count - escaped) return 0; /* only if somebody writes to the codes meanwhile */
+        if (found > packed->long_count - escaped) return 0;
         for (size_t k = 0; k < found; k++) {
             WORD code = 0;
-            for (unsigned plane = 0; plane < WIDTH; plane++) code |= (WORD)((WORD)longs[plane][escaped + k] << (8 * plane));
+            for (unsigned plane = 0; plane < WIDTH; plane++)
+                code |= (WORD)((WORD)packed->longs[plane][escaped + k] << (8 * plane));
             steps[bits[k] / 2] = N(unzigzag)((WORD)(code + 1));
         }
         escaped += found;
@@ -721,11 +879,10 @@ INLINE int N(apply_packed_steps)(uint8_t *target, size_t length, const uint8_t *
     return 1;
 }
 
-CLONES static int N(apply_packed)(uint8_t *target, size_t length, const uint8_t *gaps, size_t gap_bytes, const uint8_t *codes,
-                                  size_t count, const uint8_t *const *longs, size_t long_count, int floating)
+CLONES static int N(apply_packed)(uint8_t *target, size_t length, const Packed *packed, int floating)
 {
-    if (floating) return N(apply_packed_steps)(target, length, gaps, gap_bytes, codes, count, longs, long_count, 1);
-    return N(apply_packed_steps)(target, length, gaps, gap_bytes, codes, count, longs, long_count, 0);
+    if (floating) return N(apply_packed_steps)(target, length, packed, 1);
+    return N(apply_packed_steps)(target, length, packed, 0);
 }
 
 INLINE void N(add_steps)(uint8_t *restrict target, const uint8_t *restrict steps, size_t length, int floating)

@@ -17,10 +17,12 @@ four codes in a byte are many. It also makes the raw form of small tensors 1.25 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from deltastore.codecs import kernel
-from deltastore.codecs.streams import Payload, PayloadReader, write_payload
+from deltastore.codecs.streams import Payload, PayloadReader, decompressor, write_payload
 from deltastore.codecs.word import ByteArray, Steps, Word
-from deltastore.errors import UnsupportedFormatError
+from deltastore.errors import FormatError, UnsupportedFormatError
 
 SPARSE, DENSE = "sparse-ulp@1", "dense-ulp@1"
 SPARSE_BELOW = 0.5  # share of changed words below which the sparse form is always taken
@@ -73,6 +75,35 @@ def apply_delta(codec: str, payload: Payload, target: ByteArray) -> None:
     _decode(reader, codec, word, target, word.floating)
 
 
+def apply_together(deltas: Sequence[tuple[str, Payload]], target: ByteArray) -> list[int]:
+    """Applies as many of the deltas (codec, payload) as one call of the native kernel takes.
+
+    Steps commute, so any of them may come first. Gives the indices of the others, which are yet to be applied by
+    `apply_delta`: it takes all forms, and says what is wrong with a damaged one.
+    """
+    for codec, payload in deltas:
+        if codec == SPARSE and len(payload):
+            try:
+                word = Word.from_code(payload[0])
+            except FormatError:
+                break
+            return _add_together(deltas, target, word, word.floating)
+    return list(range(len(deltas)))
+
+
+def _add_together(deltas: Sequence[tuple[str, Payload]], target: ByteArray, word: Word, floating: bool) -> list[int]:
+    sparse = [index for index, (codec, _) in enumerate(deltas) if codec == SPARSE]
+    rest = [index for index, (codec, _) in enumerate(deltas) if codec != SPARSE]
+    if target.size % word.width:
+        return sparse + rest
+    decompress = decompressor()
+    for start in range(0, len(sparse), kernel.TOGETHER):
+        group = sparse[start : start + kernel.TOGETHER]
+        if not kernel.add_sparse(target, [deltas[index][1] for index in group], decompress, word, floating):
+            rest += group
+    return rest
+
+
 def accumulate_delta(codec: str, payload: Payload, total: ByteArray, word: Word) -> None:
     """Adds the steps of a delta to the integers of `total`, 1-d uint8 of the chunk's size, in place. Errors as `apply_delta`."""
     reader = _reader(codec, payload)
@@ -80,6 +111,12 @@ def accumulate_delta(codec: str, payload: Payload, total: ByteArray, word: Word)
     if found != word:
         raise reader.damaged(f"its words are {found}, expected {word}")
     _decode(reader, codec, word, total, False)
+
+
+def accumulate_deltas(deltas: Sequence[tuple[str, Payload]], total: ByteArray, word: Word) -> None:
+    """`accumulate_delta` for several deltas (codec, payload)."""
+    for index in _add_together(deltas, total, word, False):
+        accumulate_delta(*deltas[index], total, word)
 
 
 def _reader(codec: str, payload: Payload) -> PayloadReader:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -25,6 +26,7 @@ _TRANSFORMS: dict[Transform, int] = {
     "rotate": numpy_kernel.ROTATE,
     "zigzag": numpy_kernel.ZIGZAG,
 }
+TOGETHER = 16  # payloads that `add_sparse` takes at once
 _SLACK = 8  # bytes that the native kernel may write behind the gaps
 
 
@@ -173,3 +175,15 @@ def apply_packed(
             f"a delta does not fit its chunk: {count} steps, {longs[0].size} of them long, in {gaps.size} gap bytes for {length} "
             f"words of {word.width} bytes; its bytes are damaged or its base is another chunk, run `deltastore verify`"
         )
+
+
+def add_sparse(target: ByteArray, payloads: Sequence[Any], decompress: Callable[..., bytes], word: Word, floating: bool) -> bool:
+    """Adds the steps of at most `TOGETHER` whole `sparse-ulp@1` payloads to `target` in one call, in place.
+
+    `word` is what the payloads must say; steps are added in its rank space, or to integers when `floating` is False.
+    `decompress` is `streams.decompressor()`. False, target untouched, when anything is not as it should be, and always
+    without a native kernel: `apply_packed` then takes one at a time and says what is wrong.
+    """
+    word_count(target, word)
+    fits: bool = _backend.add_sparse(target, tuple(payloads), decompress, word.code, floating)
+    return fits

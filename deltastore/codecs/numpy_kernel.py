@@ -191,3 +191,8 @@ def apply_packed(
     """`apply` of what `pack` gives. False, and nothing changed, when it does not fit."""
     planes = _unpack(codes, longs, count)
     return planes is not None and apply(target, gaps, planes, width, floating)
+
+
+def add_sparse(*_: object) -> bool:
+    """Nothing is gained by several deltas at once here: always False, nothing changed."""
+    return False

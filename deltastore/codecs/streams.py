@@ -17,7 +17,7 @@ raw bytes (order-0 entropy 0.325) against 0.363 with level 1 and 0.405 with leve
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import zstandard
@@ -33,6 +33,7 @@ MAX_WINDOW_BYTES = 1 << 21
 SAMPLE_BYTES = 1 << 14  # looked at before a large stream is compressed
 INCOMPRESSIBLE = 0.985  # order-0 share from which a large stream stays raw
 _LARGE = 8 * SAMPLE_BYTES
+_SMALL_VARINTS = tuple(bytes([number]) for number in range(128))
 
 
 class _Coders(threading.local):
@@ -58,8 +59,16 @@ class _Coders(threading.local):
 _coders = _Coders()
 
 
+def decompressor() -> Callable[..., bytes]:
+    """How this thread decompresses a stream: (frame, raw length, False, False) -> bytes. For the native kernel."""
+    decompress: Callable[..., bytes] = _coders.decompressor.decompress
+    return decompress
+
+
 def varint(number: int) -> bytes:
     """An unsigned LEB128 number."""
+    if number < 128:
+        return _SMALL_VARINTS[number]
     out = bytearray()
     while number > 127:
         out.append(number & 127 | 128)
@@ -78,8 +87,14 @@ def _worth_compressing(raw: ByteArray) -> bool:
     return float(-(shares * np.log2(shares)).sum()) / 8 < INCOMPRESSIBLE
 
 
+def _is_zero(raw: ByteArray) -> bool:
+    if raw.size <= SAMPLE_BYTES:
+        return not raw.tobytes().strip(b"\0")  # a tenth of the time that NumPy takes to begin
+    return not raw.max()  # quicker than any(), which converts to bool
+
+
 def _store(raw: ByteArray) -> tuple[int, bytes | memoryview]:
-    if not raw.size or not raw.max():  # quicker than any(), which converts to bool
+    if _is_zero(raw):
         return ZERO, b""
     if raw.size >= MIN_ZSTD_BYTES and _worth_compressing(raw):
         frame: bytes = _coders.compressor.compress(raw.data)

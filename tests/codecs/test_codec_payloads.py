@@ -21,13 +21,16 @@ from deltastore.codecs import (
     Steps,
     Word,
     accumulate_delta,
+    accumulate_deltas,
     apply_delta,
+    apply_together,
     decode_full,
     delta_summary,
     encode_delta,
     encode_full,
     is_delta,
     kernel,
+    numpy_kernel,
 )
 from deltastore.codecs.delta import DENSE, SPARSE, encode_dense, encode_sparse
 from deltastore.codecs.full import PLANES, RAW
@@ -62,10 +65,30 @@ def survives(codec: str, payload: bytes, base: np.ndarray) -> bool:
                 outcomes.add(chunk.tobytes())
             except FormatError:
                 outcomes.add(b"refused")
+            if is_delta(codec):
+                outcomes.add(applied_together(codec, payload, base))
         assert bool((memory[:CANARY] == 0xA5).all())
         assert bool((memory[CANARY + base.size :] == 0xA5).all())
     assert len(outcomes) == 1  # both kernels agree
     return outcomes != {b"refused"}
+
+
+def applied_together(codec: str, payload: bytes, base: np.ndarray) -> bytes:
+    """What `apply_together` makes of one delta, which a bad one behind it may not change."""
+    memory, chunk = guarded(base)
+    (rest,) = {bool(apply_together([(codec, payload)], chunk)), bool(apply_together([(codec, payload)] * 2, base.copy()))}
+    assert bool((memory[:CANARY] == 0xA5).all())
+    assert bool((memory[CANARY + base.size :] == 0xA5).all())
+    if not rest:
+        assert apply_together([(codec, payload), (codec, payload[:-1])], base.copy()) == [0, 1]
+        return chunk.tobytes()
+    assert chunk.tobytes() == base.tobytes()
+    try:
+        apply_delta(codec, payload, chunk)
+    except FormatError:
+        return b"refused"
+    assert codec == DENSE or kernel._backend is numpy_kernel
+    return chunk.tobytes()
 
 
 def valid_payloads() -> list[Any]:
@@ -112,7 +135,7 @@ def test_deltas_and_full_chunks_come_back_bit_by_bit(case: tuple[Word, np.ndarra
 @given(
     st.sampled_from(WORDS),
     st.integers(0, 500),
-    st.lists(st.sampled_from([0.0, 0.01, 0.3, 0.55, 1.0]), max_size=6),
+    st.lists(st.sampled_from([0.0, 0.01, 0.3, 0.55, 1.0]), max_size=20),
     st.integers(0, 2**32),
 )
 @settings(max_examples=80, deadline=None)
@@ -124,6 +147,7 @@ def test_a_fold_of_sparse_and_dense_deltas_is_the_delta_of_the_ends(
     for module in KERNELS:
         with using(module):
             current, total = first.copy(), np.zeros_like(first)
+            deltas = []
             for index, density in enumerate(densities):
                 changed = rng.random(length) < density
                 version = current.reshape(length, word.width).copy()
@@ -131,11 +155,18 @@ def test_a_fold_of_sparse_and_dense_deltas_is_the_delta_of_the_ends(
                 steps = kernel.extract(current, version.reshape(-1), word)
                 codec, payload = encode_delta(steps) if index % 2 else (DENSE, encode_dense(steps))
                 accumulate_delta(codec, payload, total, word)
+                deltas.append((codec, payload))
+            at_once = np.zeros_like(first)
+            accumulate_deltas(deltas, at_once, word)
+            assert at_once.tobytes() == total.tobytes()
             folded = encode_delta(kernel.collect(total, word))
             assert folded == encode_delta(kernel.extract(first.copy(), current, word))
             target = first.copy()
             apply_delta(*folded, target)
-            assert target.tobytes() == current.tobytes()
+            together = first.copy()
+            for index in apply_together(deltas, together):
+                apply_delta(*deltas[index], together)
+            assert together.tobytes() == target.tobytes() == current.tobytes()
 
 
 def test_small_and_large_steps_choose_the_form_by_density() -> None:

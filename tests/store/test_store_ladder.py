@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from store_states import chain, columns, manifest_rows, objects, raw, sql
+from store_states import chain, columns, manifest_rows, objects, pack_contents, raw, sql
 
 from deltastore import DeltaStore
 
@@ -174,3 +174,20 @@ def test_a_step_costs_little(trained: tuple[Path, list[dict[str, bytes]]]) -> No
     documents = [size for kind in ("commits", "manifests") for size in objects(folder, kind).values()]
     assert max(documents) < 8192
     assert len(objects(folder, "structures")) == 1
+
+
+def test_folds_from_memory_and_from_the_store_are_the_same(tmp_path: Path) -> None:
+    """A store that is opened anew for each commit holds no steps in memory and sums what it reads."""
+    for name, reopened in (("kept", False), ("reopened", True)):
+        training, folder = Training(), tmp_path / name
+        store = DeltaStore.create(folder)
+        for number in range(18):
+            store.commit(training.state, str(number))
+            training.step(number)
+            if reopened:
+                store.close()
+                store = DeltaStore(folder)
+        store.close()
+    kept = pack_contents(tmp_path / "kept")
+    assert {span for pack in kept for span in np.frombuffer(pack["span"], np.uint32)} == {0, 1, 8}
+    assert kept == pack_contents(tmp_path / "reopened")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from store_states import chain, columns, manifest_rows, same
+from store_states import chain, columns, manifest_rows, objects, same
 from store_traffic import Traffic
 
 from deltastore import DeltaStore
+from deltastore.errors import IntegrityError
 
 CHUNK = 1 << 20
 
@@ -142,3 +144,39 @@ def test_selections_across_real_chunks(wide: tuple[Path, torch.Tensor]) -> None:
             (slice(1023, 1025),),
         ):
             assert same(lazy[index].load(), tensor[index].clone())
+
+
+def test_a_whole_load_reads_small_packs_once(store: DeltaStore, folder: Path, traffic: Traffic) -> None:
+    """One request for each small pack of a deep version, though many batches of chunks need parts of it."""
+    state = {f"w{number}": torch.zeros(CHUNK, dtype=torch.bfloat16) for number in range(6)}
+    rng = np.random.default_rng(2)
+    for _ in range(6):
+        store.commit(state)
+        for tensor in state.values():
+            tensor[torch.from_numpy(rng.integers(0, CHUNK, 5000))] += 1
+    with DeltaStore(folder) as again:
+        traffic.clear()
+        loaded = again.checkout().load()
+    assert Counter(traffic.read_keys("packs/")) == Counter(objects(folder, "packs").keys())
+    with DeltaStore(folder) as again:
+        traffic.clear()
+        assert same(again.checkout().load(["w3"])["w3"], loaded["w3"])
+        assert traffic.read_bytes("packs/") < sum(objects(folder, "packs").values()) / 2
+
+
+def test_a_small_pack_that_is_damaged_or_gone_is_named(store: DeltaStore, folder: Path) -> None:
+    state = {"w": torch.arange(5000).to(torch.int16), "v": torch.zeros(10)}
+    store.commit(state)
+    state["w"][7] += 1
+    store.commit(state)
+    key = next(iter(objects(folder, "packs")))
+    lost = (folder / key).read_bytes()
+    (folder / key).unlink()
+    with DeltaStore(folder) as again, pytest.raises(IntegrityError, match=key):
+        again.checkout().load()
+    (folder / key).write_bytes(lost[:-1])
+    with DeltaStore(folder) as again, pytest.raises(IntegrityError, match=key):
+        again.checkout().load()
+    (folder / key).write_bytes(lost)
+    with DeltaStore(folder) as again:
+        assert again.checkout().load()["w"].tolist()[7] == 8
