@@ -498,6 +498,14 @@ static int read_number(const uint8_t **at, const uint8_t *end, uint64_t limit, s
     return 0;
 }
 
+/* The window descriptor of the frame of a stream: see `_frame_start` in streams.py. */
+static uint8_t window_of(size_t length)
+{
+    unsigned log = 10;
+    while (log < 20 && (size_t)1 << log < length) log++;
+    return (uint8_t)((log - 10) << 3);
+}
+
 /* The `length` bytes of a stream of `stored` bytes at `body`; `*made` holds them where they had to be made. NULL when it is
  * damaged. */
 static const uint8_t *open_stream(const uint8_t *body, size_t head, size_t length, PyObject *decompress, PyObject **made)
@@ -507,7 +515,7 @@ static const uint8_t *open_stream(const uint8_t *body, size_t head, size_t lengt
     if (mode == MODE_ZERO && stored == 0) {
         *made = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)length);
         if (*made) memset(PyBytes_AsString(*made), 0, length);
-    } else if (mode == MODE_ZSTD && stored > 0 && stored < length && body[0] == 0) {
+    } else if (mode == MODE_ZSTD && stored > 2 && stored < length && body[0] == 0 && body[1] == window_of(length)) {
         PyObject *frame = PyMemoryView_FromMemory((char *)body, (Py_ssize_t)stored, PyBUF_READ);
         if (frame) *made = PyObject_CallFunction(decompress, "OnOO", frame, (Py_ssize_t)length, Py_False, Py_False);
         Py_XDECREF(frame);

@@ -19,9 +19,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from deltastore.codecs import kernel
 from deltastore.codecs.streams import Payload, PayloadReader, decompressor, write_payload
-from deltastore.codecs.word import ByteArray, Steps, Word
+from deltastore.codecs.word import ByteArray, Steps, Word, unsigned
 from deltastore.errors import FormatError, UnsupportedFormatError
 
 SPARSE, DENSE = "sparse-ulp@1", "dense-ulp@1"
@@ -134,7 +136,11 @@ def _decode(reader: PayloadReader, codec: str, word: Word, target: ByteArray, fl
     count = reader.number(length, "number of changes")
     if codec == DENSE:
         planes = reader.streams([length] * word.width)
-        kernel.add(target, kernel.merge(tuple(planes), word, "zigzag"), Word(word.width, floating))
+        steps = kernel.merge(tuple(planes), word, "zigzag")
+        changes = np.count_nonzero(steps.view(unsigned(word.width)))
+        if changes != count:
+            raise reader.damaged(f"{changes} words change, it says {count}")
+        kernel.add(target, steps, Word(word.width, floating))
         return
     gap_bytes = reader.number(count + length // 255, "number of gap bytes")
     escaped = reader.number(count, "number of long steps")

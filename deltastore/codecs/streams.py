@@ -6,7 +6,8 @@ decompressed without a known bound.
 
     mode 0   all bytes are zero, nothing is stored
     mode 1   raw
-    mode 2   one zstd frame without magic number, content size, checksum or dictionary; window at most 2 MiB
+    mode 2   one zstd frame without magic number, content size, checksum or dictionary; its window is the smallest power of
+             two from 1 KiB to 1 MiB that holds the stream, 1 MiB for longer ones
 
 The streams here carry next to no repetition: matches that zstd finds are accidents, cost more than the Huffman codes they
 replace, and slow both directions down. So the compressor runs with the fastest strategy, the longest minimum match (7)
@@ -29,7 +30,7 @@ ZERO, RAW, ZSTD = 0, 1, 2
 Payload = bytes | bytearray | memoryview | ByteArray
 
 MIN_ZSTD_BYTES = 24  # below, no frame is shorter than its content
-MAX_WINDOW_BYTES = 1 << 21
+MIN_WINDOW_LOG, MAX_WINDOW_LOG = 10, 20
 SAMPLE_BYTES = 1 << 14  # looked at before a large stream is compressed
 INCOMPRESSIBLE = 0.985  # order-0 share from which a large stream stays raw
 _LARGE = 8 * SAMPLE_BYTES
@@ -44,7 +45,7 @@ class _Coders(threading.local):
             format=zstandard.FORMAT_ZSTD1_MAGICLESS,
             compression_level=1,
             strategy=zstandard.STRATEGY_FAST,
-            window_log=20,
+            window_log=MAX_WINDOW_LOG,
             hash_log=6,
             min_match=7,
             target_length=0,
@@ -53,7 +54,7 @@ class _Coders(threading.local):
             write_dict_id=0,
         )
         self.compressor = zstandard.ZstdCompressor(compression_params=parameters)
-        self.decompressor = zstandard.ZstdDecompressor(format=zstandard.FORMAT_ZSTD1_MAGICLESS, max_window_size=MAX_WINDOW_BYTES)
+        self.decompressor = zstandard.ZstdDecompressor(format=zstandard.FORMAT_ZSTD1_MAGICLESS, max_window_size=1 << MAX_WINDOW_LOG)
 
 
 _coders = _Coders()
@@ -77,6 +78,12 @@ def varint(number: int) -> bytes:
     return bytes(out)
 
 
+def _frame_start(length: int) -> bytes:
+    """The first two bytes of the frame of a stream: nothing but a window, which RFC 8878 writes as (log - 10) << 3."""
+    log = min(max((length - 1).bit_length(), MIN_WINDOW_LOG), MAX_WINDOW_LOG)
+    return bytes([0, (log - MIN_WINDOW_LOG) << 3])
+
+
 def _worth_compressing(raw: ByteArray) -> bool:
     """Whether a large stream's order-0 entropy, estimated from 16 slices of it, leaves something to save."""
     if raw.size < _LARGE:
@@ -98,8 +105,9 @@ def _store(raw: ByteArray) -> tuple[int, bytes | memoryview]:
         return ZERO, b""
     if raw.size >= MIN_ZSTD_BYTES and _worth_compressing(raw):
         frame: bytes = _coders.compressor.compress(raw.data)
-        if len(frame) < raw.size:
-            return ZSTD, frame
+        start = _frame_start(raw.size)
+        if len(frame) < raw.size and frame[0] == 0 and frame[1] <= start[1]:  # a larger window than was used does no harm
+            return ZSTD, frame if frame[1] == start[1] else start + frame[2:]
     return RAW, raw.data
 
 
@@ -165,7 +173,7 @@ class PayloadReader:
             return np.zeros(length, np.uint8)
         if mode == RAW and stored == length:
             return np.frombuffer(body, np.uint8)
-        if mode == ZSTD and 0 < stored < length and body[0] == 0:  # a frame header with no field but the window
+        if mode == ZSTD and 2 < stored < length and body[:2] == _frame_start(length):
             try:
                 raw = _coders.decompressor.decompress(body, max_output_size=length, allow_extra_data=False)
             except zstandard.ZstdError as error:

@@ -34,7 +34,7 @@ from deltastore.codecs import (
 )
 from deltastore.codecs.delta import DENSE, SPARSE, encode_dense, encode_sparse
 from deltastore.codecs.full import PLANES, RAW
-from deltastore.codecs.streams import write_payload
+from deltastore.codecs.streams import PayloadReader, write_payload
 from deltastore.errors import FormatError, UnsupportedFormatError
 
 SAMPLES = Path(__file__).parent / "samples"
@@ -222,6 +222,46 @@ def test_truncated_and_extended_payloads_are_refused(codec: str, payload: bytes,
         assert not survives(codec, payload[:length], base)
     assert not survives(codec, payload + b"\0", base)
     assert not survives(codec, b"", base)
+
+
+@pytest.mark.parametrize(("codec", "payload", "base"), valid_payloads())
+def test_no_bit_of_our_own_is_spare(codec: str, payload: bytes, base: np.ndarray) -> None:
+    """Whatever bit flips outside of compressed blocks, the payload is refused or gives another chunk.
+
+    zstd itself leaves some bits without meaning, such as the last half byte of an odd number of Huffman weights.
+    """
+    reader = PayloadReader(payload, codec)
+    width = reader.word().width
+    for _ in range({SPARSE: 3, DENSE: 1, PLANES: 0}[codec]):
+        reader.number(1 << 40, "number")
+    heads = [reader.number(1 << 40, "head") for _ in range(width + 2 * (codec == SPARSE))]
+    compressed: set[int] = set()
+    at = reader._at
+    for head in heads:
+        if head & 3 == 2:
+            compressed |= set(range(at + 2, at + (head >> 2)))
+        at += head >> 2
+    assert at == len(payload)
+
+    def decoded(data: bytes) -> bytes:
+        chunk = base.copy()
+        if is_delta(codec):
+            apply_delta(codec, data, chunk)
+        else:
+            decode_full(codec, data, chunk)
+        return chunk.tobytes()
+
+    expected = decoded(payload)
+    for index, byte in enumerate(payload):
+        if index in compressed:
+            continue
+        for bit in range(8):
+            flipped = payload[:index] + bytes([byte ^ 1 << bit]) + payload[index + 1 :]
+            try:
+                found = decoded(flipped)
+            except FormatError:
+                continue
+            assert found != expected, (index, bit)
 
 
 @pytest.mark.parametrize(("codec", "payload", "base"), valid_payloads())

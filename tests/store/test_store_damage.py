@@ -148,23 +148,31 @@ def test_every_missing_object_is_named(copied: Path, kind: str) -> None:
 def test_any_flipped_bit_of_any_object_is_found(
     sound: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    """Reading gives the right values or an error, and verify finds the bit."""
+    """Reading gives the right values or an error, and verify finds the bit, unless it has no meaning: all values are right then.
+
+    zstd leaves a few such bits in its blocks, nothing else does (`test_no_bit_of_our_own_is_spare`).
+    """
     folder = tmp_path_factory.mktemp("flipped") / "store"
     shutil.copytree(sound, folder)
     kinds = ("packs", "manifests", "structures", "commits")
     key = data.draw(st.sampled_from([key for kind in kinds for key in objects(folder, kind)]))
     offset = data.draw(st.integers(0, (folder / key).stat().st_size - 1))
     flip(folder / key, offset, data.draw(st.integers(0, 7)))
+    refused = 0
     with DeltaStore(folder, trust="none") as store:
         for step in range(4):
             try:
                 found = store.checkout(f"main~{3 - step}").state()
             except IntegrityError:
+                refused += 1
                 continue
             if not key.startswith("structures/"):  # a bit in a name or shape is for verify to find
                 assert same(found, state(step)), (key, offset)
         report = store.verify(read_data=True)
-        assert not report, (key, offset)
+        if report:
+            lengths = columns(folder, key.rsplit("/", 1)[-1])["stored_length"] if key.startswith("packs/") else []
+            assert (folder / key).stat().st_size - offset <= sum(int(length) for length in lengths), (key, offset)
+            assert not refused, (key, offset)
         if key.startswith(("commits/", "structures/")):  # a pack or manifest may now speak of other objects
             assert any(problem.key == key for problem in report.problems), (key, offset, report)
 
