@@ -24,9 +24,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from benchmarks import store_files
+from benchmarks import load_speed, store_files
 from benchmarks.training import FineTuning, Weights, advance, replay, synthetic_model
 from deltastore import DeltaStore
 
@@ -226,7 +226,7 @@ def _frozen_rows(setting: Setting, weights: Weights) -> Iterator[Row]:
     shutil.rmtree(folder)
 
 
-def load_speed(setting: Setting) -> Iterator[Row]:
+def cold_loads(setting: Setting) -> Iterator[Row]:
     """Cold load() of MiniLM at depth 0 and at the deepest version, against load_file + clone()."""
     folder = history_store(setting)
     top = setting.steps
@@ -240,35 +240,11 @@ def _digits(height: int) -> int:
 
 
 def _load_rows(setting: Setting, folder: Path, revisions: list[tuple[str, int]], label: str) -> Iterator[Row]:
-    """Both sides get fresh memory, as a process that loads a model has: no result is let go before the last repeat.
-
-    (The allocator would hand the pages of a dropped one to whoever comes next, and clearing pages is most of a copy.)
-    """
     for revision, depth in revisions:
-        path = setting.work / "reference.safetensors"
-        with DeltaStore(folder) as store:
-            save_file(store.checkout(revision).load(), path)
-        os.sync()
-
-        def reference(path: Path = path) -> Weights:
-            return {name: value.clone() for name, value in load_file(path).items()}
-
-        ratios: list[float] = []
-        kept: list[object] = []
-        for _ in range(setting.repeats):
-            base = seconds(lambda kept=kept: kept.append(reference()))  # type: ignore[misc]
-            with DeltaStore(folder) as store:  # opened anew: no cache of ours is warm
-                took = seconds(lambda kept=kept, revision=revision: kept.append(store.checkout(revision).load()))  # type: ignore[misc]
-            ratios.append(base / took)
-        path.unlink()
-        kept.clear()
+        measured = load_speed.ratio(folder, revision, setting.repeats)
         must = {0: 0.7, 15: 0.35}.get(depth)
-        yield Row(
-            f"cold load() of {label} at depth {depth}: load_file + clone() takes",
-            statistics.median(ratios),
-            "of it",
-            None if must is None else (">=", must),
-        )
+        what = f"cold load() of {label} at depth {depth}: load_file + clone() takes"
+        yield Row(what, measured, "of it", None if must is None else (">=", must))
 
 
 def bookkeeping(setting: Setting) -> Iterator[Row]:
@@ -394,7 +370,7 @@ BENCHES: dict[str, Callable[[Setting], Iterator[Row]]] = {
     "payload": payload,
     "history": history,
     "first": first_commit,
-    "load": load_speed,
+    "load": cold_loads,
     "log": log_command,
     "bookkeeping": bookkeeping,
     "commit": commit_speed,

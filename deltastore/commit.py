@@ -38,7 +38,7 @@ from deltastore.index.records import Publication, Published, RefMovement
 from deltastore.manifests import PackRef
 from deltastore.options import MAX_FILE_BYTES, SESSION_SECONDS
 from deltastore.placement import NewObject, Placed, place
-from deltastore.recent_steps import RecentSteps
+from deltastore.recent_deltas import RecentDeltas
 from deltastore.reflog import RefLog
 from deltastore.scanner import Content, Scanner
 from deltastore.state import FlatState, TensorSource
@@ -93,7 +93,7 @@ class Committer:
         self._log = log
         self._baseline = Baseline(keep=baseline)
         self._depths = Depths(reader)
-        self._recent = RecentSteps()
+        self._recent = RecentDeltas()
         self._lock = os.getpid(), threading.Lock()
         self._session: _Session | None = None
         self._warned: set[str] = set()

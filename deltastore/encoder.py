@@ -29,8 +29,9 @@ from deltastore.codecs import Steps, Word, kernel
 from deltastore.digests import chunk_digest, fast_digest
 from deltastore.ladder import FULL_SPAN, STEP_SPAN, Depth, DepthBook, folds
 from deltastore.manifests import ChunkRow
+from deltastore.options import LADDER_BASE
 from deltastore.packs import PackEntry, StoredEntry
-from deltastore.recent_steps import Place, RecentSteps
+from deltastore.recent_deltas import Delta, Place, RecentDeltas
 from deltastore.state import TensorSource
 
 Array = np.ndarray[tuple[int], np.dtype[np.uint8]]
@@ -55,14 +56,14 @@ class ChunkTask:
 class ChunkOutcome:
     """What a commit stores for a chunk.
 
-    `entries` are new pack entries, narrow spans first, `steps` those that each of them holds, None for a full one. The manifest
+    `entries` are new pack entries, narrow spans first, `plain` what `RecentDeltas` keeps of each, if anything. The manifest
     names `row` when it is given, else the last entry. `folded` are the places of entries that a fold now stands for.
     """
 
     digest: bytes
     length: int
     entries: tuple[PackEntry, ...] = ()
-    steps: tuple[Steps | None, ...] = ()
+    plain: tuple[Delta | None, ...] = ()
     row: ChunkRow | None = None
     folded: tuple[Place, ...] = ()
 
@@ -126,7 +127,7 @@ class ChunkEncoder:
     Args:
         reader: for parent chunks that are not in the baseline, and for the payloads that folds sum.
         depths: of the parent version's entries.
-        recent: steps of entries that earlier commits wrote.
+        recent: deltas that earlier commits wrote.
         find: content digest -> place of a full entry that the store has, or None.
         height: first-parent height of the commit.
     """
@@ -135,7 +136,7 @@ class ChunkEncoder:
         self,
         reader: ChunkReader,
         depths: Depths,
-        recent: RecentSteps,
+        recent: RecentDeltas,
         find: Callable[[bytes], tuple[str, int] | None],
         height: int,
     ) -> None:
@@ -234,31 +235,30 @@ class ChunkEncoder:
                 return ChunkOutcome(scan.digest, task.length, (full,), (None,))
         place = (parent.pack_id, parent.row)
         delta = PackEntry(scan.digest, scan.fingerprint, task.length, codec, payload, STEP_SPAN, place)
+        plain = codecs.uncompressed(codec, payload, steps)
         if not depth.fold_due(self._height, changed=True):
-            return ChunkOutcome(scan.digest, task.length, (delta,), (steps,))
-        return self._fold(task, scan, depth, delta, steps)
+            return ChunkOutcome(scan.digest, task.length, (delta,), (plain,))
+        return self._fold(task, scan, depth, delta, plain)
 
-    def _fold(self, task: ChunkTask, scan: _Scan, depth: Depth, delta: PackEntry | None, newest: Steps | None) -> ChunkOutcome:
-        """Sum the deltas on top of the chain into one per span that is due. `newest` are the steps of `delta`."""
+    def _fold(self, task: ChunkTask, scan: _Scan, depth: Depth, delta: PackEntry | None, newest: Delta | None) -> ChunkOutcome:
+        """Sum the deltas on top of the chain into one per span that is due. `newest` is `delta` uncompressed."""
         parent = task.parent
         assert parent is not None
         chain = self._reader.chain(parent.pack_id, parent.row)
         new = 0 if delta is None else 1
         due = list(folds([STEP_SPAN] * new + [entry.span for entry in chain], self._height))
         entries = [] if delta is None else [delta]
-        held = [] if delta is None else [newest]
+        plain = [] if delta is None else [newest]
         row = parent if delta is None else None
         if not due:
-            return ChunkOutcome(scan.digest, task.length, tuple(entries), tuple(held), row)
+            return ChunkOutcome(scan.digest, task.length, tuple(entries), tuple(plain), row)
         folded = chain[: due[-1].entries - new]
+        deltas = self._deltas(folded) if newest is None else [newest, *self._deltas(folded)]
         total = self._scratch("total", task.length)
         total[:] = 0
         summed = 0
         for fold in due:
-            if newest is not None and summed == 0:
-                kernel.accumulate(total, newest)
-                summed = new
-            self._accumulate(chain[summed - new : fold.entries - new], total, task.word)
+            codecs.accumulate_deltas(deltas[summed : fold.entries], total, task.word)
             summed = fold.entries
             below = chain[fold.entries - new]
             steps = kernel.collect(total, task.word)
@@ -269,26 +269,24 @@ class ChunkEncoder:
             row = None
             if fold is due[-1] and 2 * len(payload) > depth.root_stored:
                 entries.append(self._full(task, scan))
-                held.append(None)
+                plain.append(None)
             else:
                 place = (below.pack_id, below.row)
                 entries.append(PackEntry(scan.digest, scan.fingerprint, task.length, codec, payload, fold.span, place))
-                held.append(steps)
+                # the wider ones are large, and summed again hundreds of commits later
+                plain.append(codecs.uncompressed(codec, payload, steps) if fold.span <= LADDER_BASE else None)
         places = tuple((entry.pack_id, entry.row) for entry in folded)
-        return ChunkOutcome(scan.digest, task.length, tuple(entries), tuple(held), row, places)
+        return ChunkOutcome(scan.digest, task.length, tuple(entries), tuple(plain), row, places)
 
-    def _accumulate(self, entries: Sequence[StoredEntry], total: Array, word: Word) -> None:
-        """Add the steps of stored deltas to `total`: those in memory, then the others from the store."""
-        absent = []
-        for entry in entries:
-            steps = self._recent.get((entry.pack_id, entry.row))
-            if steps is None:
-                absent.append(entry)
-            else:
-                kernel.accumulate(total, steps)
-        if absent:
-            payloads = self._reader.fold_payloads(absent)
-            codecs.accumulate_deltas([(entry.codec, payloads[entry.pack_id, entry.row]) for entry in absent], total, word)
+    def _deltas(self, entries: Sequence[StoredEntry]) -> list[tuple[str, bytes | memoryview]]:
+        """The deltas of stored entries: those in memory, and the others from the store."""
+        found = [self._recent.get((entry.pack_id, entry.row)) for entry in entries]
+        absent = [entry for entry, delta in zip(entries, found, strict=True) if delta is None]
+        payloads = self._reader.fold_payloads(absent) if absent else {}
+        return [
+            (entry.codec, payloads[entry.pack_id, entry.row]) if delta is None else delta
+            for entry, delta in zip(entries, found, strict=True)
+        ]
 
     def _scratch(self, name: str, length: int) -> Array:
         buffers: dict[str, Array] | None = getattr(self._local, "buffers", None)

@@ -19,7 +19,7 @@ MAX_FILE_BYTES = 64 << 20
 PACK_BYTES = 64 << 20  # a pack is sealed when its payload reaches this size
 READ_GAP_BYTES = 64 << 10  # two ranges of one pack that are closer than this are read as one
 WINDOW_BYTES = 64 << 20  # decoded bytes in flight while loading
-RECENT_STEPS_BYTES = 64 << 20  # of steps that a writer keeps for the next folds
+RECENT_DELTAS_BYTES = 64 << 20  # of deltas that a writer keeps for the next folds
 SESSION_SECONDS = 3600  # lease of a writer
 
 

@@ -27,7 +27,7 @@ from deltastore.formats import StoredFile, StoredTensor, StructureDocument
 from deltastore.index.index import Index
 from deltastore.manifests import ChunkRow, cut_manifests
 from deltastore.options import CHUNK_ELEMENTS, INLINE_FILE_BYTES, INLINE_VALUES_BYTES, worker_count
-from deltastore.recent_steps import RecentSteps
+from deltastore.recent_deltas import RecentDeltas
 from deltastore.state import FlatState, TensorSource
 from deltastore.versions import Version
 
@@ -142,7 +142,7 @@ class Scanner:
         reader: ChunkReader,
         index: Index,
         depths: Depths,
-        recent: RecentSteps,
+        recent: RecentDeltas,
         baseline: Baseline,
         writer: ChunkWriter,
         parent: Version | None,
@@ -244,13 +244,13 @@ class Scanner:
     def _settle(self, outcome: ChunkOutcome, rows: list[ChunkRow]) -> None:
         """Take the outcome of a task: its entries into packs, its row into the version."""
         row = outcome.row
-        for entry, steps in zip(outcome.entries, outcome.steps, strict=True):
+        for entry, plain in zip(outcome.entries, outcome.plain, strict=True):
             added = self._new_full.get(entry.digest) if entry.base is None else None  # the same content twice in this commit
             if added is None:
                 place = self._writer.add(entry)
                 self._depths.add(place, entry)
-                if steps is not None:
-                    self._recent.add(place, steps)
+                if plain is not None:
+                    self._recent.add(place, plain)
                 added = ChunkRow(*place, entry.digest)
                 if entry.base is None:
                     self._new_full[entry.digest] = added

@@ -12,6 +12,7 @@ from deltastore.codecs.delta import (
     delta_summary,
     encode_delta,
     is_delta,
+    uncompressed,
 )
 from deltastore.codecs.full import decode_full, encode_full
 from deltastore.codecs.word import Steps, Word
@@ -28,4 +29,5 @@ __all__ = [
     "encode_delta",
     "encode_full",
     "is_delta",
+    "uncompressed",
 ]

@@ -54,7 +54,9 @@ class _Coders(threading.local):
             write_dict_id=0,
         )
         self.compressor = zstandard.ZstdCompressor(compression_params=parameters)
-        self.decompressor = zstandard.ZstdDecompressor(format=zstandard.FORMAT_ZSTD1_MAGICLESS, max_window_size=1 << MAX_WINDOW_LOG)
+        self.decompressor = zstandard.ZstdDecompressor(
+            format=zstandard.FORMAT_ZSTD1_MAGICLESS, max_window_size=1 << MAX_WINDOW_LOG
+        )
 
 
 _coders = _Coders()
@@ -100,10 +102,10 @@ def _is_zero(raw: ByteArray) -> bool:
     return not raw.max()  # quicker than any(), which converts to bool
 
 
-def _store(raw: ByteArray) -> tuple[int, bytes | memoryview]:
+def _store(raw: ByteArray, compress: bool) -> tuple[int, bytes | memoryview]:
     if _is_zero(raw):
         return ZERO, b""
-    if raw.size >= MIN_ZSTD_BYTES and _worth_compressing(raw):
+    if compress and raw.size >= MIN_ZSTD_BYTES and _worth_compressing(raw):
         frame: bytes = _coders.compressor.compress(raw.data)
         start = _frame_start(raw.size)
         if len(frame) < raw.size and frame[0] == 0 and frame[1] <= start[1]:  # a larger window than was used does no harm
@@ -111,9 +113,12 @@ def _store(raw: ByteArray) -> tuple[int, bytes | memoryview]:
     return RAW, raw.data
 
 
-def write_payload(word: Word, numbers: Sequence[int], streams: Sequence[ByteArray]) -> bytes:
-    """A payload: word code byte, varint numbers, stream heads, stored streams."""
-    stored = [_store(stream) for stream in streams]
+def write_payload(word: Word, numbers: Sequence[int], streams: Sequence[ByteArray], *, compress: bool = True) -> bytes:
+    """A payload: word code byte, varint numbers, stream heads, stored streams.
+
+    Without `compress` all streams are raw or zero: larger, but read in no time.
+    """
+    stored = [_store(stream, compress) for stream in streams]
     head = bytes([word.code]) + b"".join(map(varint, numbers))
     heads = b"".join(varint(len(body) << 2 | mode) for mode, body in stored)
     return b"".join([head, heads, *(body for _, body in stored)])

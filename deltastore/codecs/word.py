@@ -71,11 +71,6 @@ class Steps:
         return self.planes[0].size
 
     @property
-    def nbytes(self) -> int:
-        """Bytes in memory."""
-        return self.gaps.nbytes + self.count * self.word.width
-
-    @property
     def density(self) -> float:
         """Share of changed words, 0.0 when there are none at all."""
         return self.count / self.length if self.length else 0.0
