@@ -7,7 +7,6 @@ range, the xxh3-128 of each decoded chunk, and its BLAKE3 digest too when the st
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -56,7 +55,7 @@ class ChunkReader:
         self._verify_digests = verify_digests
         self._refs: dict[str, PackRef] = {}
         self._columns: dict[str, PackColumns] = {}
-        self._recent: OrderedDict[str, Future[memoryview]] = OrderedDict()  # small packs, whole
+        self._recent: dict[str, Future[memoryview]] = {}  # small packs, whole
         self._recent_bytes = 0
         self._lock = threading.Lock()
 
@@ -194,8 +193,11 @@ class ChunkReader:
             pack.set_result(self._range(ref.pack_id, 0, ref.size))
         except BaseException as error:
             with self._lock:
-                self._forget(ref.pack_id)
-            pack.set_exception(error)
+                if self._recent.get(ref.pack_id) is pack:
+                    self._forget(ref.pack_id)
+            pack.set_exception(error)  # whoever needs the pack says for which tensor
+            if not isinstance(error, Exception):
+                raise
 
     def _forget(self, pack_id: str) -> None:
         if self._recent.pop(pack_id, None) is not None:
