@@ -56,15 +56,15 @@ class ChunkTask:
 class ChunkOutcome:
     """What a commit stores for a chunk.
 
-    `entries` are new pack entries, narrow spans first, `plain` what `RecentDeltas` keeps of each, if anything. The manifest
-    names `row` when it is given, else the last entry. `folded` are the places of entries that a fold now stands for.
+    `entries` are new pack entries, narrow spans first. The manifest names `row` when it is given, else the last entry; `recent`
+    is the delta of that, if a fold may sum it soon. `folded` are the places of entries that a fold now stands for.
     """
 
     digest: bytes
     length: int
     entries: tuple[PackEntry, ...] = ()
-    plain: tuple[Delta | None, ...] = ()
     row: ChunkRow | None = None
+    recent: Delta | None = None
     folded: tuple[Place, ...] = ()
 
 
@@ -163,7 +163,7 @@ class ChunkEncoder:
                 return ChunkOutcome(scan.digest, task.length, row=task.parent)
             return self._fold(task, scan, depth, None, None)
         if scan.steps is None or task.parent is None:
-            return ChunkOutcome(scan.digest, task.length, (self._full(task, scan),), (None,))
+            return ChunkOutcome(scan.digest, task.length, (self._full(task, scan),))
         return self._delta(task, scan, task.parent, scan.steps)
 
     # -- scanning ---------------------------------------------------------------------------------------------------------
@@ -232,36 +232,39 @@ class ChunkEncoder:
         if 2 * len(payload) > depth.root_stored:
             full = self._full(task, scan)
             if len(full.payload) <= len(payload):
-                return ChunkOutcome(scan.digest, task.length, (full,), (None,))
+                return ChunkOutcome(scan.digest, task.length, (full,))
         place = (parent.pack_id, parent.row)
         delta = PackEntry(scan.digest, scan.fingerprint, task.length, codec, payload, STEP_SPAN, place)
-        plain = codecs.uncompressed(codec, payload, steps)
         if not depth.fold_due(self._height, changed=True):
-            return ChunkOutcome(scan.digest, task.length, (delta,), (plain,))
-        return self._fold(task, scan, depth, delta, plain)
+            return ChunkOutcome(scan.digest, task.length, (delta,), recent=codecs.uncompressed(codec, payload, steps))
+        return self._fold(task, scan, depth, delta, steps)
 
-    def _fold(self, task: ChunkTask, scan: _Scan, depth: Depth, delta: PackEntry | None, newest: Delta | None) -> ChunkOutcome:
-        """Sum the deltas on top of the chain into one per span that is due. `newest` is `delta` uncompressed."""
+    def _fold(self, task: ChunkTask, scan: _Scan, depth: Depth, delta: PackEntry | None, newest: Steps | None) -> ChunkOutcome:
+        """Sum the deltas on top of the chain into one per span that is due. `newest` are the steps of `delta`."""
         parent = task.parent
         assert parent is not None
         chain = self._reader.chain(parent.pack_id, parent.row)
         new = 0 if delta is None else 1
         due = list(folds([STEP_SPAN] * new + [entry.span for entry in chain], self._height))
         entries = [] if delta is None else [delta]
-        plain = [] if delta is None else [newest]
         row = parent if delta is None else None
         if not due:
-            return ChunkOutcome(scan.digest, task.length, tuple(entries), tuple(plain), row)
+            return ChunkOutcome(scan.digest, task.length, tuple(entries), row)
         folded = chain[: due[-1].entries - new]
-        deltas = self._deltas(folded) if newest is None else [newest, *self._deltas(folded)]
+        deltas = self._deltas(folded)
         total = self._scratch("total", task.length)
         total[:] = 0
+        if newest is not None:
+            kernel.accumulate(total, newest)
         summed = 0
+        recent = None
         for fold in due:
-            codecs.accumulate_deltas(deltas[summed : fold.entries], total, task.word)
-            summed = fold.entries
-            below = chain[fold.entries - new]
+            stop = fold.entries - new
+            codecs.accumulate_deltas(deltas[summed:stop], total, task.word)
+            summed = stop
+            below = chain[stop]
             steps = kernel.collect(total, task.word)
+            recent = None
             if steps.count == 0:  # the content is that of the entry below once more
                 row = ChunkRow(below.pack_id, below.row, scan.digest)
                 continue
@@ -269,14 +272,13 @@ class ChunkEncoder:
             row = None
             if fold is due[-1] and 2 * len(payload) > depth.root_stored:
                 entries.append(self._full(task, scan))
-                plain.append(None)
             else:
                 place = (below.pack_id, below.row)
                 entries.append(PackEntry(scan.digest, scan.fingerprint, task.length, codec, payload, fold.span, place))
-                # the wider ones are large, and summed again hundreds of commits later
-                plain.append(codecs.uncompressed(codec, payload, steps) if fold.span <= LADDER_BASE else None)
+                if fold is due[-1] and fold.span <= LADDER_BASE:  # wider ones are large, and summed hundreds of commits later
+                    recent = codecs.uncompressed(codec, payload, steps)
         places = tuple((entry.pack_id, entry.row) for entry in folded)
-        return ChunkOutcome(scan.digest, task.length, tuple(entries), tuple(plain), row, places)
+        return ChunkOutcome(scan.digest, task.length, tuple(entries), row, recent, places)
 
     def _deltas(self, entries: Sequence[StoredEntry]) -> list[tuple[str, bytes | memoryview]]:
         """The deltas of stored entries: those in memory, and the others from the store."""

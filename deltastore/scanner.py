@@ -244,13 +244,11 @@ class Scanner:
     def _settle(self, outcome: ChunkOutcome, rows: list[ChunkRow]) -> None:
         """Take the outcome of a task: its entries into packs, its row into the version."""
         row = outcome.row
-        for entry, plain in zip(outcome.entries, outcome.plain, strict=True):
+        for entry in outcome.entries:
             added = self._new_full.get(entry.digest) if entry.base is None else None  # the same content twice in this commit
             if added is None:
                 place = self._writer.add(entry)
                 self._depths.add(place, entry)
-                if plain is not None:
-                    self._recent.add(place, plain)
                 added = ChunkRow(*place, entry.digest)
                 if entry.base is None:
                     self._new_full[entry.digest] = added
@@ -259,6 +257,8 @@ class Scanner:
         assert row is not None
         rows.append(row)
         self._recent.remove(outcome.folded)
+        if outcome.recent is not None:
+            self._recent.add((row.pack_id, row.row), outcome.recent)
         if self._progress is not None:
             self._progress(outcome.length)
 
