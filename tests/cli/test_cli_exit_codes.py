@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
 import signal
@@ -225,7 +226,8 @@ def test_a_reader_that_goes_away_is_no_error(folder: Path) -> None:
 
 
 def test_interrupted_is_130(folder: Path, terminal: tuple[int, int]) -> None:
-    with start("-s", folder, "--json", "tag", "delete", "v1", stdin=terminal[1]) as process:
+    heeding = functools.partial(signal.signal, signal.SIGINT, signal.default_int_handler)  # shells let jobs behind & ignore it
+    with start("-s", folder, "--json", "tag", "delete", "v1", stdin=terminal[1], preexec_fn=heeding) as process:
         assert process.stderr is not None
         seen = b""
         while b"Go on?" not in seen:
