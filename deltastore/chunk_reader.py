@@ -26,7 +26,7 @@ MAX_CHAIN = 512  # the ladder gives 7 per span; anything longer is a cycle or da
 RANGE_BYTES = 8 << 20  # the most that one coalesced read asks for
 FIRST_READ = 64 << 10  # of a pack whose head length is not known
 SMALL_PACK_BYTES = 4 << 20  # a pack up to this size is read whole when most of it will be needed
-RECENT_BYTES = 32 << 20  # of such packs that stay in memory
+KEPT_BYTES = 32 << 20  # of such packs that stay in memory
 SMALL_BATCH_BYTES = 2 << 20  # decoded bytes that are worth a task of their own
 COLUMNS_CACHED = 4096  # packs whose columns stay parsed
 
@@ -55,8 +55,8 @@ class ChunkReader:
         self._verify_digests = verify_digests
         self._refs: dict[str, PackRef] = {}
         self._columns: dict[str, PackColumns] = {}
-        self._recent: dict[str, Future[memoryview]] = {}  # small packs, whole
-        self._recent_bytes = 0
+        self._kept: dict[str, Future[memoryview]] = {}  # small packs, whole
+        self._kept_bytes = 0
         self._lock = threading.Lock()
 
     # -- columns and chains -------------------------------------------------------------------------------------------
@@ -100,7 +100,7 @@ class ChunkReader:
                     raise FormatError(f"{key}: its head of {ref.head} bytes is longer than the object of {info.size}", key)
                 head = first[: ref.head] if ref.head <= len(first) else self._bucket.get_range(key, 0, ref.head)
             else:
-                whole = self._recent.get(pack_id)
+                whole = self._kept.get(pack_id)
                 head = self._bucket.get_range(key, 0, ref.head) if whole is None else bytes(whole.result()[: ref.head])
         except StorageError as error:
             raise _as_integrity(error, key) from error
@@ -145,7 +145,7 @@ class ChunkReader:
         found: dict[tuple[str, int], bytes | memoryview] = {}
         wanted = {}
         for entry in entries:
-            pack = self._recent.get(entry.pack_id)
+            pack = self._kept.get(entry.pack_id)
             if pack is None:
                 wanted[entry.pack_id, entry.row] = entry
             else:
@@ -178,30 +178,30 @@ class ChunkReader:
         return self.payloads(entries)
 
     def _keep(self, ref: PackRef) -> None:
-        """Read a small pack whole, once for all threads. The oldest leave when there are more than `RECENT_BYTES` of them."""
-        if ref.size > SMALL_PACK_BYTES or ref.pack_id in self._recent:
+        """Read a small pack whole, once for all threads. The oldest leave when there are more than `KEPT_BYTES` of them."""
+        if ref.size > SMALL_PACK_BYTES or ref.pack_id in self._kept:
             return
         self._refs.setdefault(ref.pack_id, ref)
         pack: Future[memoryview] = Future()
         with self._lock:
-            if self._recent.setdefault(ref.pack_id, pack) is not pack:
+            if self._kept.setdefault(ref.pack_id, pack) is not pack:
                 return
-            self._recent_bytes += ref.size
-            while self._recent_bytes > RECENT_BYTES:
-                self._forget(next(iter(self._recent)))
+            self._kept_bytes += ref.size
+            while self._kept_bytes > KEPT_BYTES:
+                self._forget(next(iter(self._kept)))
         try:
             pack.set_result(self._range(ref.pack_id, 0, ref.size))
         except BaseException as error:
             with self._lock:
-                if self._recent.get(ref.pack_id) is pack:
+                if self._kept.get(ref.pack_id) is pack:
                     self._forget(ref.pack_id)
             pack.set_exception(error)  # whoever needs the pack says for which tensor
             if not isinstance(error, Exception):
                 raise
 
     def _forget(self, pack_id: str) -> None:
-        if self._recent.pop(pack_id, None) is not None:
-            self._recent_bytes -= self._refs[pack_id].size
+        if self._kept.pop(pack_id, None) is not None:
+            self._kept_bytes -= self._refs[pack_id].size
 
     def read(self, job: ReadJob) -> None:
         """Read one chunk."""
@@ -227,7 +227,7 @@ class ChunkReader:
         """
         workers = worker_count()
         batches = _batches(jobs, workers, total)
-        kept = list(_within(packs, RECENT_BYTES))
+        kept = list(_within(packs, KEPT_BYTES))
         if workers == 1:
             for ref in kept:
                 self._keep(ref)

@@ -29,7 +29,7 @@ from deltastore.baseline import Baseline
 from deltastore.buckets.base import Bucket, Upload
 from deltastore.chunk_reader import ChunkReader
 from deltastore.chunk_writer import ChunkWriter, WrittenPack
-from deltastore.encoder import Depths
+from deltastore.depths import Depths
 from deltastore.errors import IntegrityError, InvalidInputError, RefConflictError, StorageError, short_name
 from deltastore.formats import CommitDocument, Identity, Publish, RefEntry, to_bytes
 from deltastore.history import Commit, check_ref_name

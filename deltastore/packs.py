@@ -23,7 +23,7 @@ from deltastore.options import MAX_CHUNK_BYTES
 if TYPE_CHECKING:
     from deltastore.buffers import Bytes
 
-__all__ = ["BuiltPack", "PackColumns", "PackEntry", "StoredEntry", "build_pack", "head_length"]
+__all__ = ["BuiltPack", "PackColumns", "PackEntry", "Place", "StoredEntry", "build_pack", "head_length"]
 
 KIND = "deltastore pack"
 NO_BASE = 0xFFFFFFFF  # in base_pack and base_row of a full entry
@@ -45,6 +45,7 @@ SPECS = (
 
 _codec_id = re.compile(r"[a-z0-9][a-z0-9.+-]{0,62}@[0-9]{1,9}")
 
+Place = tuple[str, int]  # of an entry: pack id, row
 U8 = np.ndarray[Any, np.dtype[np.uint8]]
 U32 = np.ndarray[Any, np.dtype[np.uint32]]
 

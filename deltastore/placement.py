@@ -9,7 +9,7 @@ from deltastore import layout
 from deltastore.buckets.base import Upload
 from deltastore.chunk_reader import ChunkReader
 from deltastore.chunk_writer import WrittenPack
-from deltastore.encoder import Depths, chain_packs
+from deltastore.depths import Depths, chain_packs
 from deltastore.formats import ManifestPlace, ObjectPlace, PackPlace, Placement, StructureDocument, to_bytes
 from deltastore.index.records import ObjectKind
 from deltastore.manifests import ChunkRow, Manifest

@@ -10,8 +10,8 @@ import threading
 from collections.abc import Iterable
 
 from deltastore.options import RECENT_DELTAS_BYTES
+from deltastore.packs import Place
 
-Place = tuple[str, int]  # pack id, row
 Delta = tuple[str, bytes]  # codec id, payload
 
 

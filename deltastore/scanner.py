@@ -19,9 +19,10 @@ from deltastore.baseline import Array, Baseline
 from deltastore.chunk_reader import ChunkReader
 from deltastore.chunk_writer import ChunkWriter
 from deltastore.codecs import Word
+from deltastore.depths import Depths
 from deltastore.digests import bytes_digest, tensor_digest, tree_digest
 from deltastore.dtypes import dtype_of
-from deltastore.encoder import ChunkEncoder, ChunkOutcome, ChunkTask, Depths
+from deltastore.encoder import ChunkEncoder, ChunkOutcome, ChunkTask
 from deltastore.errors import short_name
 from deltastore.formats import StoredFile, StoredTensor, StructureDocument
 from deltastore.index.index import Index

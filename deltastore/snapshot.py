@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -198,23 +198,26 @@ class Snapshot(Mapping[str, LazyTensor]):
 
     def _load_numbers(self, numbers: set[int], device: Any, dtype: Any) -> dict[int, Any]:
         loaded: dict[int, Any] = {}
-        total = sum(self._version.tensors[number].nbytes for number in numbers)
-        with progress_bar("load", total) as done:
-            if _is_cpu(device) and dtype is None:
-                checkout.run(
-                    self._reader,
-                    self._jobs_into_new(sorted(numbers), loaded),
-                    done,
-                    total,
-                    checkout.mostly_wanted(self._version, total),
-                )
-                return loaded
+        if _is_cpu(device) and dtype is None:
+            self._read("load", numbers, self._jobs_into_new(sorted(numbers), loaded))
+            return loaded
+        with progress_bar("load", self._nbytes(numbers)) as done:
             for number in sorted(numbers):  # one tensor at a time in host memory
                 part: dict[int, Any] = {}
                 checkout.run(self._reader, self._jobs_into_new([number], part), done)
                 tensor = part.pop(number)
                 loaded[number] = _moved(tensor, device, dtype if tensor.is_floating_point() else None)
         return loaded
+
+    def _nbytes(self, numbers: Iterable[int]) -> int:
+        return sum(self._version.tensors[number].nbytes for number in numbers)
+
+    def _read(self, what: str, numbers: Iterable[int], jobs: Iterable[ReadJob]) -> None:
+        """Read jobs that make up these stored tensors, with a progress bar called `what`."""
+        total = self._nbytes(numbers)
+        packs = checkout.mostly_wanted(self._version, total)
+        with progress_bar(what, total) as done:
+            checkout.run(self._reader, jobs, done, total, packs)
 
     def _jobs_into_new(self, numbers: list[int], loaded: dict[int, Any]) -> Iterator[ReadJob]:
         for number in numbers:
@@ -270,13 +273,11 @@ class Snapshot(Mapping[str, LazyTensor]):
             if each.tie not in plan:
                 plan[each.tie] = number, tensors.TorchSink(each.tensor, name=f"tensor {short_name(each.name)!r}")
         jobs = (job for number, sink in plan.values() for job in checkout.plan_tensor(self._version, number, sink))
-        total = sum(self._version.tensors[number].nbytes for number, _ in plan.values())
-        with progress_bar("load", total) as done:
-            try:
-                checkout.run(self._reader, jobs, done, total, checkout.mostly_wanted(self._version, total))
-            except IntegrityError as error:
-                mixed = "the target now holds old and new values mixed, load another revision into it"
-                raise type(error)(f"{error}; {mixed}", error.key) from error
+        try:
+            self._read("load", (number for number, _ in plan.values()), jobs)
+        except IntegrityError as error:
+            mixed = "the target now holds old and new values mixed, load another revision into it"
+            raise type(error)(f"{error}; {mixed}", error.key) from error
         return [each.name for each, _ in matched]
 
     def _check_fit(self, matched: list[tuple[tensors.Target, int]]) -> None:
@@ -334,11 +335,7 @@ class Snapshot(Mapping[str, LazyTensor]):
                 stacklevel=2,
             )
         with CheckpointWriter(Path(directory), entries, max_shard_bytes=max_shard_bytes, overwrite=overwrite) as writer:
-            total = sum(self._version.tensors[number].nbytes for _, number in self._version.leaves)
-            with progress_bar("save", total) as done:
-                checkout.run(
-                    self._reader, self._jobs_into_files(names, writer), done, total, checkout.mostly_wanted(self._version, total)
-                )
+            self._read("save", (number for _, number in self._version.leaves), self._jobs_into_files(names, writer))
             for name in self.files:
                 writer.add_file(name, self.read_file(name))
             return writer.finish()
