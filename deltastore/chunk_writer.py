@@ -6,13 +6,15 @@ Nothing names a pack before the commit document does, so a pack that was sent an
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from deltastore.buckets.base import Bucket, Upload
 from deltastore.layout import new_id, pack_key
 from deltastore.options import PACK_BYTES
 from deltastore.packs import PackColumns, PackEntry, build_pack
+from deltastore.spool import Spool
+from deltastore.workers import Workers
 
 ENTRY_COLUMN_BYTES = 80  # of a pack, about, besides the payload
 PENDING_UPLOADS = 1  # sealed packs that may wait for the one being sent: bounds memory to three packs per span in use
@@ -45,6 +47,7 @@ class ChunkWriter:
         bucket: where packs go.
         register: called with (key, size) before a pack is sent early, so that the index knows it as pending.
         on_columns: called with the columns of each sealed pack.
+        spool: takes sealed packs when the bucket is slower than the encoder; without one the encoder waits.
 
     Call `add` for each entry in chunk order, then `finish`; `abandon` after an error.
     """
@@ -55,15 +58,17 @@ class ChunkWriter:
         register: Callable[[str, int], None],
         on_columns: Callable[[PackColumns], None],
         pack_bytes: int = PACK_BYTES,
+        spool: Spool | None = None,
     ) -> None:
         self._bucket = bucket
         self._register = register
         self._on_columns = on_columns
         self._pack_bytes = pack_bytes
+        self._spool = spool
         self._open: dict[int, _OpenPack] = {}
         self._written: list[WrittenPack] = []
         self._sent: list[Future[None]] = []
-        self._pool: ThreadPoolExecutor | None = None
+        self._workers: Workers | None = None
 
     def add(self, entry: PackEntry) -> tuple[str, int]:
         """Append an entry; returns the pack id and row that name it from now on."""
@@ -89,9 +94,9 @@ class ChunkWriter:
     def abandon(self) -> None:
         """Drop what is open and wait for what is on its way. What was sent stays as garbage."""
         self._open.clear()
-        if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
-            self._pool = None
+        for future in self._sent:
+            future.cancel()
+        self._close()
 
     def _seal(self, pack: _OpenPack) -> tuple[WrittenPack, Upload]:
         built = build_pack(pack.pack_id, pack.entries)
@@ -103,17 +108,31 @@ class ChunkWriter:
 
     def _send(self, written: WrittenPack, upload: Upload) -> None:
         self._register(written.key, written.size)
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(1, thread_name_prefix="deltastore-send")
-        while len(self._sent) > PENDING_UPLOADS:
-            self._sent.pop(0).result()
-        self._sent.append(self._pool.submit(self._bucket.put, [upload]))
+        if self._workers is None:
+            self._workers = Workers(1, "deltastore-send")
+        self._sent = [future for future in self._sent if not future.done() or future.exception() is not None]
+        if len(self._sent) > PENDING_UPLOADS:
+            spooled = None if self._spool is None else self._spool.hold(upload)
+            if spooled is None:
+                while len(self._sent) > PENDING_UPLOADS:
+                    self._sent.pop(0).result()
+            else:
+                upload = spooled
+        self._sent.append(self._workers.submit(self._put, upload))
+
+    def _put(self, upload: Upload) -> None:
+        self._bucket.put([upload])
+        if self._spool is not None:
+            self._spool.release(upload)
 
     def _join(self) -> None:
         try:
             while self._sent:
                 self._sent.pop(0).result()
         finally:
-            if self._pool is not None:
-                self._pool.shutdown(wait=True, cancel_futures=True)
-                self._pool = None
+            self._close()
+
+    def _close(self) -> None:
+        workers, self._workers = self._workers, None
+        if workers is not None:
+            workers.close()

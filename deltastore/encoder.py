@@ -1,10 +1,11 @@
-"""One chunk of a commit: scan it, decide what is stored for it, encode that.
+"""One chunk of a commit: scan it, then decide what is stored for it and encode that.
 
-    live tensor ──one pass──▶ private copy + steps ──▶ delta of span 1 ──▶ folds that the ladder owes ──▶ entries
-                                   └──▶ digests              └── or a full entry, when that is smaller
+    live tensor ──scan──▶ private copy + steps ──encode──▶ delta of span 1 ──▶ folds that the ladder owes ──▶ entries
+                               └──▶ digests                      └── or a full entry, when that is smaller
 
-A live chunk is read exactly once. Everything stored for it is derived from the private copy and from the steps that the same
-pass extracted, so a tensor that somebody changes meanwhile gives a mixed version, never an undecodable one.
+A live chunk is read exactly once, by `scan`. Everything stored for it is derived from the private copy and from the steps that
+the same pass extracted, so a tensor that somebody changes meanwhile gives a mixed version, never an undecodable one; and when
+the copy is that of the baseline, `encode` may come after the tensor has changed.
 
 What is stored:
 * nothing, when the chunk equals the parent version's, or a full chunk that the store already has;
@@ -39,18 +40,25 @@ Array = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkTask:
-    """One chunk to commit: elements [start, stop) of `source`, `length` bytes, and what the parent version has in its place."""
+class Chunk:
+    """One chunk to commit: number `index` of its tensor, `length` bytes, and what the parent version has in its place."""
 
-    source: TensorSource
     index: int
-    start: int
-    stop: int
     length: int
     word: Word
     parent: ChunkRow | None
-    baseline: TensorBaseline | None
+    baseline: TensorBaseline
     label: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkTask:
+    """A chunk and where its bytes are: elements [start, stop) of `source`."""
+
+    chunk: Chunk
+    source: TensorSource
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +76,41 @@ class ChunkOutcome:
     recent: Delta | None = None
     folded: tuple[Place, ...] = ()
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the new entries."""
+        return sum(len(entry.payload) for entry in self.entries)
+
 
 @dataclass(frozen=True, slots=True)
-class _Scan:
+class Scan:
+    """What was taken from a live chunk.
+
+    Attributes:
+        copy: its bytes; None when it equals the parent version's.
+        steps: from the parent's chunk to the copy, where that was in the baseline.
+        private: the live tensor is not needed any more: the chunk is unchanged, or `copy` is the baseline's own.
+    """
+
+    chunk: Chunk
+    copy: Array | None
+    steps: Steps | None
+    private: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that wait for the encoder, the baseline aside."""
+        return 0 if self.steps is None else self.steps.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """A scanned chunk with its digests."""
+
     digest: bytes
     fingerprint: bytes
-    copy: Array | None  # the private copy; None when the chunk is unchanged and none was made
-    steps: Steps | None  # against the parent's chunk; None when there is none
-    unchanged: bool = False
-    known: tuple[str, int] | None = None  # the store has this content as a full entry
+    copy: Array | None
+    steps: Steps | None
 
 
 class ChunkEncoder:
@@ -105,101 +139,93 @@ class ChunkEncoder:
         self._height = height
         self._local = threading.local()
 
-    def encode_all(self, tasks: Sequence[ChunkTask]) -> list[ChunkOutcome]:
-        """Scan and encode some chunks, one after the other."""
-        return [self.encode(task) for task in tasks]
-
-    def encode(self, task: ChunkTask) -> ChunkOutcome:
-        """Scan one chunk and encode what must be stored for it."""
-        scan = self._scan(task)
-        if scan.known is not None:
-            return ChunkOutcome(scan.digest, task.length, row=ChunkRow(*scan.known, scan.digest))
-        if scan.unchanged:
-            assert task.parent is not None
-            depth = self._depths.of(task.parent.pack_id, task.parent.row)
-            if not depth.fold_due(self._height, changed=False):
-                return ChunkOutcome(scan.digest, task.length, row=task.parent)
-            return self._fold(task, scan, depth, None, None)
-        if scan.steps is None or task.parent is None:
-            return ChunkOutcome(scan.digest, task.length, (self._full(task, scan),))
-        return self._delta(task, scan, task.parent, scan.steps)
-
     # -- scanning ---------------------------------------------------------------------------------------------------------
 
-    def _scan(self, task: ChunkTask) -> _Scan:
-        parent, baseline = task.parent, task.baseline
+    def scan(self, task: ChunkTask) -> Scan:
+        """Read a live chunk, once. When the result is not `private`, encode it on the same thread before scanning the next."""
+        chunk = task.chunk
+        parent, baseline = chunk.parent, chunk.baseline
         live = task.source.read(task.start, task.stop)
-        if parent is not None and baseline is not None:
-            if baseline.data is None:
-                fingerprint = baseline.fingerprint(task.index, parent.digest)
-                if fingerprint is not None and fast_digest(live) == fingerprint:
-                    return _Scan(parent.digest, fingerprint, None, None, unchanged=True)
-            elif baseline.holds(task.index, parent.digest):
-                return self._compare(task, parent, baseline, live)
-        return self._copy(task, live)
-
-    def _compare(self, task: ChunkTask, parent: ChunkRow, baseline: TensorBaseline, live: Array) -> _Scan:
-        copy = baseline.chunk(task.index)
-        fingerprint = baseline.fingerprint(task.index, parent.digest)
-        assert copy is not None
-        assert fingerprint is not None
-        baseline.forget(task.index)
-        steps = kernel.extract(copy, live, task.word)
+        known = None if parent is None else baseline.fingerprint(chunk.index, parent.digest)
+        own = baseline.chunk(chunk.index)
+        if own is None:
+            if known is not None and fast_digest(live) == known:
+                return Scan(chunk, None, None, private=True)
+            copy = self._scratch("copy", chunk.length)
+            np.copyto(copy, live)
+            return Scan(chunk, copy, None, private=False)
+        trusted = known is not None and fast_digest(own) == known
+        baseline.forget(chunk.index)
+        if not trusted:
+            np.copyto(own, live)
+            return Scan(chunk, own, None, private=True)
+        steps = kernel.extract(own, live, chunk.word)
         if steps.count == 0:
-            baseline.record(task.index, parent.digest, fingerprint)
-            return _Scan(parent.digest, fingerprint, copy, None, unchanged=True)
-        digest, fingerprint = chunk_digest(copy), fast_digest(copy)
-        baseline.record(task.index, digest, fingerprint)
-        return _Scan(digest, fingerprint, copy, steps)
-
-    def _copy(self, task: ChunkTask, live: Array) -> _Scan:
-        """No copy to compare with: hash a fresh one, and fetch the parent's chunk only when the digests differ."""
-        parent, baseline = task.parent, task.baseline
-        copy = baseline.chunk(task.index) if baseline is not None else None
-        if copy is None:
-            copy = self._scratch("copy", task.length)
-        if baseline is not None:
-            baseline.forget(task.index)
-        np.copyto(copy, live)
-        digest, fingerprint = chunk_digest(copy), fast_digest(copy)
-        if baseline is not None:
-            baseline.record(task.index, digest, fingerprint)
-        if parent is not None and digest == parent.digest:
-            return _Scan(digest, fingerprint, copy, None, unchanged=True)
-        known = self._find(digest)
-        if known is not None or parent is None:
-            return _Scan(digest, fingerprint, copy, None, known=known)
-        before = self._scratch("before", task.length)
-        self._reader.read(ReadJob(parent, task.length, f"parent of {task.label}", out=before))
-        return _Scan(digest, fingerprint, copy, kernel.extract(before, copy, task.word))
+            assert parent is not None
+            assert known is not None
+            baseline.record(chunk.index, parent.digest, known)
+            return Scan(chunk, None, None, private=True)
+        return Scan(chunk, own, steps, private=True)
 
     # -- encoding ---------------------------------------------------------------------------------------------------------
 
-    def _full(self, task: ChunkTask, scan: _Scan) -> PackEntry:
-        copy = scan.copy
-        if copy is None:  # a frozen tensor that did not change
-            assert task.parent is not None
-            copy = self._scratch("copy", task.length)
-            self._reader.read(ReadJob(task.parent, task.length, task.label, out=copy))
-        codec, payload = codecs.encode_full(copy, task.word)
-        return PackEntry(scan.digest, scan.fingerprint, task.length, codec, payload, FULL_SPAN, None)
+    def encode(self, scan: Scan) -> ChunkOutcome:
+        """Take the digests of a scanned chunk, and encode what must be stored for it."""
+        chunk = scan.chunk
+        if scan.copy is None:
+            return self._unchanged(chunk, None)
+        digest, fingerprint = chunk_digest(scan.copy), fast_digest(scan.copy)
+        chunk.baseline.record(chunk.index, digest, fingerprint)
+        steps = scan.steps
+        if steps is None:  # no baseline to compare with
+            if chunk.parent is not None and digest == chunk.parent.digest:
+                return self._unchanged(chunk, scan.copy)
+            known = self._find(digest)
+            if known is not None:
+                return ChunkOutcome(digest, chunk.length, row=ChunkRow(*known, digest))
+            if chunk.parent is not None:
+                before = self._scratch("before", chunk.length)
+                self._reader.read(ReadJob(chunk.parent, chunk.length, f"parent of {chunk.label}", out=before))
+                steps = kernel.extract(before, scan.copy, chunk.word)
+        content = _Content(digest, fingerprint, scan.copy, steps)
+        if steps is None or chunk.parent is None:
+            return ChunkOutcome(digest, chunk.length, (self._full(chunk, content),))
+        return self._delta(chunk, content, chunk.parent, steps)
 
-    def _delta(self, task: ChunkTask, scan: _Scan, parent: ChunkRow, steps: Steps) -> ChunkOutcome:
+    def _unchanged(self, chunk: Chunk, copy: Array | None) -> ChunkOutcome:
+        parent = chunk.parent
+        assert parent is not None
+        depth = self._depths.of(parent.pack_id, parent.row)
+        if not depth.fold_due(self._height, changed=False):
+            return ChunkOutcome(parent.digest, chunk.length, row=parent)
+        fingerprint = self._reader.columns(parent.pack_id).entry(parent.row).fast_digest
+        return self._fold(chunk, _Content(parent.digest, fingerprint, copy, None), depth, None)
+
+    def _full(self, chunk: Chunk, content: _Content) -> PackEntry:
+        copy = content.copy
+        if copy is None:  # it did not change, so nothing was copied
+            assert chunk.parent is not None
+            copy = self._scratch("copy", chunk.length)
+            self._reader.read(ReadJob(chunk.parent, chunk.length, chunk.label, out=copy))
+        codec, payload = codecs.encode_full(copy, chunk.word)
+        return PackEntry(content.digest, content.fingerprint, chunk.length, codec, payload, FULL_SPAN, None)
+
+    def _delta(self, chunk: Chunk, content: _Content, parent: ChunkRow, steps: Steps) -> ChunkOutcome:
         depth = self._depths.of(parent.pack_id, parent.row)
         codec, payload = codecs.encode_delta(steps)
         if 2 * len(payload) > depth.root_stored:
-            full = self._full(task, scan)
+            full = self._full(chunk, content)
             if len(full.payload) <= len(payload):
-                return ChunkOutcome(scan.digest, task.length, (full,))
+                return ChunkOutcome(content.digest, chunk.length, (full,))
         place = (parent.pack_id, parent.row)
-        delta = PackEntry(scan.digest, scan.fingerprint, task.length, codec, payload, STEP_SPAN, place)
+        delta = PackEntry(content.digest, content.fingerprint, chunk.length, codec, payload, STEP_SPAN, place)
         if not depth.fold_due(self._height, changed=True):
-            return ChunkOutcome(scan.digest, task.length, (delta,), recent=codecs.uncompressed(codec, payload, steps))
-        return self._fold(task, scan, depth, delta, steps)
+            return ChunkOutcome(content.digest, chunk.length, (delta,), recent=codecs.uncompressed(codec, payload, steps))
+        return self._fold(chunk, content, depth, delta)
 
-    def _fold(self, task: ChunkTask, scan: _Scan, depth: Depth, delta: PackEntry | None, newest: Steps | None) -> ChunkOutcome:
-        """Sum the deltas on top of the chain into one per span that is due. `newest` are the steps of `delta`."""
-        parent = task.parent
+    def _fold(self, chunk: Chunk, content: _Content, depth: Depth, delta: PackEntry | None) -> ChunkOutcome:
+        """Sum the deltas on top of the chain into one per span that is due. `delta` holds the steps of `content`."""
+        parent = chunk.parent
         assert parent is not None
         chain = self._reader.chain(parent.pack_id, parent.row)
         new = 0 if delta is None else 1
@@ -207,36 +233,36 @@ class ChunkEncoder:
         entries = [] if delta is None else [delta]
         row = parent if delta is None else None
         if not due:
-            return ChunkOutcome(scan.digest, task.length, tuple(entries), row)
+            return ChunkOutcome(content.digest, chunk.length, tuple(entries), row)
         folded = chain[: due[-1].entries - new]
         deltas = self._deltas(folded)
-        total = self._scratch("total", task.length)
+        total = self._scratch("total", chunk.length)
         total[:] = 0
-        if newest is not None:
-            kernel.accumulate(total, newest)
+        if content.steps is not None:
+            kernel.accumulate(total, content.steps)
         summed = 0
         recent = None
         for fold in due:
             stop = fold.entries - new
-            codecs.accumulate_deltas(deltas[summed:stop], total, task.word)
+            codecs.accumulate_deltas(deltas[summed:stop], total, chunk.word)
             summed = stop
             below = chain[stop]
-            steps = kernel.collect(total, task.word)
+            steps = kernel.collect(total, chunk.word)
             recent = None
             if steps.count == 0:  # the content is that of the entry below once more
-                row = ChunkRow(below.pack_id, below.row, scan.digest)
+                row = ChunkRow(below.pack_id, below.row, content.digest)
                 continue
             codec, payload = codecs.encode_delta(steps)
             row = None
             if fold is due[-1] and 2 * len(payload) > depth.root_stored:
-                entries.append(self._full(task, scan))
+                entries.append(self._full(chunk, content))
             else:
                 place = (below.pack_id, below.row)
-                entries.append(PackEntry(scan.digest, scan.fingerprint, task.length, codec, payload, fold.span, place))
+                entries.append(PackEntry(content.digest, content.fingerprint, chunk.length, codec, payload, fold.span, place))
                 if fold is due[-1] and fold.span <= LADDER_BASE:  # wider ones are large, and summed hundreds of commits later
                     recent = codecs.uncompressed(codec, payload, steps)
         places = tuple((entry.pack_id, entry.row) for entry in folded)
-        return ChunkOutcome(scan.digest, task.length, tuple(entries), row, recent, places)
+        return ChunkOutcome(content.digest, chunk.length, tuple(entries), row, recent, places)
 
     def _deltas(self, entries: Sequence[StoredEntry]) -> list[tuple[str, bytes | memoryview]]:
         """The deltas of stored entries: those in memory, and the others from the store."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 # -- format 1: never changed ------------------------------------------------------------------------------------------
 CHUNK_ELEMENTS = 1 << 20  # storage elements per chunk, in every store
@@ -19,6 +20,7 @@ MAX_FILE_BYTES = 64 << 20
 PACK_BYTES = 64 << 20  # a pack is sealed when its payload reaches this size
 READ_GAP_BYTES = 64 << 10  # two ranges of one pack that are closer than this are read as one
 WINDOW_BYTES = 64 << 20  # decoded bytes in flight while loading
+STAGING_BYTES = 256 << 20  # of a commit in the background that wait for its encoder
 RECENT_DELTAS_BYTES = 64 << 20  # of deltas that a writer keeps for the next folds
 SESSION_SECONDS = 3600  # lease of a writer
 
@@ -26,3 +28,29 @@ SESSION_SECONDS = 3600  # lease of a writer
 def worker_count() -> int:
     """Threads for scanning, coding and hashing: one per processor that this process may use, at most 16."""
     return max(1, min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1))
+
+
+def available_memory() -> int | None:
+    """Bytes of memory that can still be taken without swapping, within the limit of a container; None where unknown."""
+    found = [value for value in (_meminfo_available(), _cgroup_available()) if value is not None]
+    return min(found, default=None)
+
+
+def _meminfo_available() -> int | None:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) << 10
+    except (OSError, ValueError, IndexError):
+        pass
+    return None
+
+
+def _cgroup_available() -> int | None:
+    folder = Path("/sys/fs/cgroup")
+    try:
+        limit, used = (folder / "memory.max").read_text(), (folder / "memory.current").read_text()
+        inactive = [line.split()[1] for line in (folder / "memory.stat").read_text().splitlines() if line.startswith("inactive_file ")]
+        return max(0, int(limit) - int(used) + int(inactive[0]))  # files that were read are given up first
+    except (OSError, ValueError, IndexError):  # no cgroup of version 2, or no limit in it
+        return None

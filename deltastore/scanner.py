@@ -1,16 +1,19 @@
 """A state into packs: every chunk is scanned and encoded on threads, its entries packed in order.
 
 The result is the content of a version: structure, chunk rows and tree digest, everything that does not depend on parents.
+
+`run` does all of it. For a commit in the background `take` scans, in the caller's time, and `finish` encodes, on another thread,
+which begins when everything is scanned, or as much as the window holds.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -22,27 +25,20 @@ from deltastore.codecs import Word
 from deltastore.depths import Depths
 from deltastore.digests import bytes_digest, tensor_digest, tree_digest
 from deltastore.dtypes import dtype_of
-from deltastore.encoder import ChunkEncoder, ChunkOutcome, ChunkTask
+from deltastore.encoder import Chunk, ChunkEncoder, ChunkOutcome, ChunkTask, Scan
 from deltastore.errors import short_name
 from deltastore.formats import StoredFile, StoredTensor, StructureDocument
+from deltastore.handoff import Handoff
 from deltastore.index.index import Index
 from deltastore.manifests import ChunkRow, cut_manifests
-from deltastore.options import CHUNK_ELEMENTS, INLINE_FILE_BYTES, INLINE_VALUES_BYTES, worker_count
+from deltastore.options import CHUNK_ELEMENTS, INLINE_FILE_BYTES, INLINE_VALUES_BYTES, STAGING_BYTES, worker_count
 from deltastore.recent_deltas import RecentDeltas
 from deltastore.state import FlatState, TensorSource
+from deltastore.stored_path import VALUES_PATH, FilePath, StoredPath, path_bytes
 from deltastore.versions import Version
+from deltastore.workers import Workers
 
 BATCH_BYTES = 512 << 10  # small chunks are scanned together up to this size
-
-
-@dataclass(frozen=True, slots=True)
-class FilePath:
-    """Stands for the path of a large file among the paths of tensors."""
-
-    name: str
-
-
-VALUES_PATH = FilePath("")  # plain values that are too large for the commit document; no file has this name
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +57,9 @@ class Content:
     values: Any
 
 
-_Window = deque[tuple[Future[ChunkOutcome], list[ChunkRow]]]  # chunks in work, in order, and where their rows go
+State = FlatState | Iterator[tuple[str, TensorSource]]
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +68,18 @@ class _Scanned:
     dtype: str
     shape: tuple[int, ...]
     rows: list[ChunkRow]
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """A state whose chunks are all on their way: what is known without their rows."""
+
+    tree: Any
+    values: list[Any]
+    large_values: bool
+    scanned: list[_Scanned]
+    extra: list[_Scanned]
+    files: Mapping[str, bytes]
 
 
 class ByteSource:
@@ -87,26 +97,26 @@ class ByteSource:
         return self._data[start:stop]
 
 
-class _Line:
-    """Tasks on their way through the threads: small ones in batches, a bounded number at a time, settled in order."""
+class _Line(Generic[T, R]):
+    """Jobs on their way through the threads: small ones in batches, a bounded number at a time, settled in order.
+
+    Each comes with the list of rows that its chunk's row belongs to.
+    """
 
     def __init__(
-        self,
-        pool: ThreadPoolExecutor,
-        encoder: ChunkEncoder,
-        settle: Callable[[ChunkOutcome, list[ChunkRow]], None],
+        self, workers: Workers, work: Callable[[Sequence[T]], list[R]], settle: Callable[[R, list[ChunkRow]], None]
     ) -> None:
-        self._pool = pool
-        self._encoder = encoder
+        self._workers = workers
+        self._work = work
         self._settle = settle
-        self._batch: list[tuple[ChunkTask, list[ChunkRow]]] = []
+        self._batch: list[tuple[T, list[ChunkRow]]] = []
         self._batch_bytes = 0
-        self._running: deque[tuple[Future[list[ChunkOutcome]], list[list[ChunkRow]]]] = deque()
+        self._running: deque[tuple[Future[list[R]], list[list[ChunkRow]]]] = deque()
 
-    def add(self, task: ChunkTask, rows: list[ChunkRow]) -> None:
-        """Queue a task whose row goes to `rows`."""
-        self._batch.append((task, rows))
-        self._batch_bytes += task.length
+    def add(self, job: T, nbytes: int, rows: list[ChunkRow]) -> None:
+        """Queue a job that goes over so many bytes."""
+        self._batch.append((job, rows))
+        self._batch_bytes += nbytes
         if self._batch_bytes >= BATCH_BYTES:
             self._submit()
         if len(self._running) > 3 * worker_count():
@@ -125,18 +135,18 @@ class _Line:
             future.cancel()
 
     def _submit(self) -> None:
-        tasks = [task for task, _ in self._batch]
-        self._running.append((self._pool.submit(self._encoder.encode_all, tasks), [rows for _, rows in self._batch]))
+        jobs = [job for job, _ in self._batch]
+        self._running.append((self._workers.submit(self._work, jobs), [rows for _, rows in self._batch]))
         self._batch, self._batch_bytes = [], 0
 
     def _settle_oldest(self) -> None:
         future, targets = self._running.popleft()
-        for outcome, rows in zip(future.result(), targets, strict=True):
-            self._settle(outcome, rows)
+        for result, rows in zip(future.result(), targets, strict=True):
+            self._settle(result, rows)
 
 
 class Scanner:
-    """Scans the tensors of one commit against its parent version."""
+    """Scans the tensors of one commit against its parent version, and encodes what is new."""
 
     def __init__(
         self,
@@ -160,62 +170,139 @@ class Scanner:
         self._encoder = ChunkEncoder(reader, depths, recent, self._find, height)
         self._new_full: dict[bytes, ChunkRow] = {}
         self._before = _stored_by_path(parent)
+        self._taken: _Taken | None = None
+        self._handoff: Handoff[tuple[Scan | ChunkOutcome, list[ChunkRow]]] = Handoff(STAGING_BYTES)
 
-    def run(self, state: FlatState | Iterator[tuple[str, TensorSource]], files: Mapping[str, bytes]) -> Content:
-        """Scan everything. A stream of (name, source) is read one tensor at a time, in its order."""
-        with ThreadPoolExecutor(worker_count(), thread_name_prefix="deltastore-scan") as pool:
-            try:
-                if isinstance(state, FlatState):
-                    tree, values = state.tree, state.values
-                    scanned = self._scan(pool, zip(_first_paths(state), state.tensors, strict=True))
-                else:
-                    scanned = self._scan(pool, map(_with_path, state), one_at_a_time=True)
-                    tree = {"d": [[each.path[0], {"x": number}] for number, each in enumerate(scanned)]}
-                    values = []
-                packed: Any = [canonical.pack(value) for value in values]
-                extra = [(FilePath(name), ByteSource(data)) for name, data in files.items() if len(data) > INLINE_FILE_BYTES]
-                body = canonical.dumps(packed)
-                if len(body) > INLINE_VALUES_BYTES:
-                    extra.append((VALUES_PATH, ByteSource(body)))
-                scanned_extra = self._scan(pool, extra)
-            except BaseException:
-                pool.shutdown(wait=True, cancel_futures=True)
-                raise
-        everything = scanned + scanned_extra
-        self._baseline.retain({each.path for each in everything})
-        tree_id = tree_digest(
-            {
-                "files": [[name, bytes_digest(data)] for name, data in sorted(files.items())],
-                "state": tree,
-                "tensors": [tensor_digest(each.dtype, each.shape, _joined(each.rows)).hex() for each in scanned],
-                "values": packed,
-            }
-        )
-        placed_values = {"tensor": len(everything) - 1} if len(body) > INLINE_VALUES_BYTES else packed
-        return Content(_structure(tree, everything, files), [each.rows for each in everything], tree_id, placed_values)
+    # -- the two ways ---------------------------------------------------------------------------------------------------
 
-    def _scan(
-        self, pool: ThreadPoolExecutor, named: Iterable[tuple[Any, TensorSource]], *, one_at_a_time: bool = False
-    ) -> list[_Scanned]:
-        results: list[_Scanned] = []
-        line = _Line(pool, self._encoder, self._settle)
+    def run(self, state: State, files: Mapping[str, bytes]) -> Content:
+        """Scan and encode everything. A stream of (name, source) is read one tensor at a time, in its order."""
+
+        def work(tasks: Sequence[ChunkTask]) -> list[ChunkOutcome]:
+            return [self._encoder.encode(self._encoder.scan(task)) for task in tasks]
+
+        def settle(outcome: ChunkOutcome, rows: list[ChunkRow]) -> None:
+            self._settle(outcome, rows)
+            self._report(outcome.length)
+
+        with Workers(worker_count(), "deltastore-scan") as workers:
+            taken = self._walk(_Line(workers, work, settle), state, files)
+        return self._content(taken)
+
+    def take(self, state: State, files: Mapping[str, bytes], before_encoding: Callable[[], None]) -> None:
+        """Scan everything, so that the state may change afterwards.
+
+        Args:
+            before_encoding: called before a chunk that leaves no private copy is encoded here and now: waits for the commits
+                before this one.
+        """
+
+        def work(tasks: Sequence[ChunkTask]) -> list[Scan | ChunkOutcome]:
+            return [self._take(task, before_encoding) for task in tasks]
+
+        def settle(taken: Scan | ChunkOutcome, rows: list[ChunkRow]) -> None:
+            self._handoff.put((taken, rows), taken.nbytes)
+            self._report(taken.chunk.length if isinstance(taken, Scan) else taken.length)
+
         try:
-            for path, source in named:
-                results.append(self._submit(line, path, source))
-                del source  # nothing may hold this tensor while a stream makes the next one
-                if one_at_a_time:
-                    line.drain()
-            line.drain()
+            with Workers(worker_count(), "deltastore-scan") as workers:
+                self._taken = self._walk(_Line(workers, work, settle), state, files)
+        except BaseException as error:
+            self._handoff.fail(error)
+            raise
+        self._handoff.close()
+
+    def _take(self, task: ChunkTask, before_encoding: Callable[[], None]) -> Scan | ChunkOutcome:
+        scan = self._encoder.scan(task)
+        if scan.private:
+            return scan
+        before_encoding()
+        return self._encoder.encode(scan)
+
+    def give_up(self, error: BaseException) -> None:
+        """`finish` will not be called, or has failed: `take` gets the error."""
+        self._handoff.fail(error)
+
+    def wait_for_work(self) -> None:
+        """Wait until everything is taken, or no more can be before `finish` is called. Raises the error of `take`."""
+        self._handoff.wait_for_work()
+
+    def finish(self) -> Content:
+        """Encode what `take` has taken and still takes. Raises the error of `take` when that fails."""
+
+        def work(taken: Sequence[Scan | ChunkOutcome]) -> list[ChunkOutcome]:
+            return [self._encoder.encode(each) if isinstance(each, Scan) else each for each in taken]
+
+        with Workers(worker_count(), "deltastore-encode", background=True) as workers:
+            line = _Line(workers, work, self._settle)
+            try:
+                for taken, rows in self._handoff:
+                    line.add(taken, taken.chunk.length if isinstance(taken, Scan) else 0, rows)
+                line.drain()
+            except BaseException:
+                line.cancel()
+                raise
+        assert self._taken is not None
+        return self._content(self._taken)
+
+    # -- walking over the state -----------------------------------------------------------------------------------------
+
+    def _walk(self, line: _Line[ChunkTask, Any], state: State, files: Mapping[str, bytes]) -> _Taken:
+        """Put every chunk of a state and its files on the line; returns when all are through."""
+        try:
+            if isinstance(state, FlatState):
+                tree, values = state.tree, state.values
+                self._baseline.expect(sum(_size(each) for each in state.tensors if not each.frozen))
+                scanned = self._scan(line, zip(_first_paths(state), state.tensors, strict=True))
+            else:
+                scanned = self._scan(line, map(_with_path, state), one_at_a_time=True)
+                tree = {"d": [[each.path[0], {"x": number}] for number, each in enumerate(scanned)]}
+                values = []
+            packed: Any = [canonical.pack(value) for value in values]
+            extra = [(FilePath(name), ByteSource(data)) for name, data in files.items() if len(data) > INLINE_FILE_BYTES]
+            body = canonical.dumps(packed)
+            if len(body) > INLINE_VALUES_BYTES:
+                extra.append((VALUES_PATH, ByteSource(body)))
+            return _Taken(tree, packed, len(body) > INLINE_VALUES_BYTES, scanned, self._scan(line, extra), files)
         except BaseException:
             line.cancel()
             raise
+
+    def _content(self, taken: _Taken) -> Content:
+        """What was scanned, when all rows are known."""
+        everything = taken.scanned + taken.extra
+        self._baseline.retain({each.path for each in everything})
+        tree_id = tree_digest(
+            {
+                "files": [[name, bytes_digest(data)] for name, data in sorted(taken.files.items())],
+                "state": taken.tree,
+                "tensors": [tensor_digest(each.dtype, each.shape, _joined(each.rows)).hex() for each in taken.scanned],
+                "values": taken.values,
+            }
+        )
+        values = {"tensor": len(everything) - 1} if taken.large_values else taken.values
+        structure = _structure(taken.tree, everything, taken.files)
+        return Content(structure, [each.rows for each in everything], tree_id, values)
+
+    def _scan(
+        self, line: _Line[ChunkTask, Any], named: Iterable[tuple[Any, TensorSource]], *, one_at_a_time: bool = False
+    ) -> list[_Scanned]:
+        results: list[_Scanned] = []
+        for path, source in named:
+            if one_at_a_time and not source.frozen:
+                self._baseline.expect(self._baseline.nbytes() + _size(source))
+            results.append(self._submit(line, path, source))
+            del source  # nothing may hold this tensor while a stream makes the next one
+            if one_at_a_time:
+                line.drain()
+        line.drain()
         return results
 
-    def _submit(self, line: _Line, path: Any, source: TensorSource) -> _Scanned:
+    def _submit(self, line: _Line[ChunkTask, Any], path: Any, source: TensorSource) -> _Scanned:
         """Put the chunks of a tensor on the line."""
         scanned = _Scanned(path, source.dtype, tuple(source.shape), [])
         for task in self._tasks(path, source):
-            line.add(task, scanned.rows)
+            line.add(task, task.chunk.length, scanned.rows)
         return scanned
 
     def _tasks(self, path: Any, source: TensorSource) -> Iterator[ChunkTask]:
@@ -231,7 +318,7 @@ class Scanner:
             start, stop = index * CHUNK_ELEMENTS, min((index + 1) * CHUNK_ELEMENTS, elements)
             parent = parents[index] if index < len(parents) else None
             length = (stop - start) * dtype.itemsize
-            yield ChunkTask(source, index, start, stop, length, word, parent, baseline, f"{label}, chunk {index}")
+            yield ChunkTask(Chunk(index, length, word, parent, baseline, f"{label}, chunk {index}"), source, start, stop)
 
     def _parent_rows(self, path: Any, dtype: str, nbytes: int, chunk_bytes: int) -> list[ChunkRow]:
         """The parent version's rows of chunks that have the same place and length; a resized tensor keeps its whole ones."""
@@ -260,12 +347,18 @@ class Scanner:
         self._recent.remove(outcome.folded)
         if outcome.recent is not None:
             self._recent.add((row.pack_id, row.row), outcome.recent)
+
+    def _report(self, nbytes: int) -> None:
         if self._progress is not None:
-            self._progress(outcome.length)
+            self._progress(nbytes)
 
     def _find(self, digest: bytes) -> tuple[str, int] | None:
         found = self._index.dedup([digest]).get(digest)
         return None if found is None else (layout.pack_id(found[0]), found[1])
+
+
+def _size(source: TensorSource) -> int:
+    return math.prod(source.shape) * dtype_of(source.dtype).itemsize
 
 
 def _with_path(named: tuple[str, TensorSource]) -> tuple[Any, TensorSource]:
@@ -296,7 +389,7 @@ def _stored_by_path(parent: Version | None) -> dict[Any, int]:
 def _structure(tree: Any, scanned: list[_Scanned], files: Mapping[str, bytes]) -> StructureDocument:
     occupied = [each for each in scanned if each.rows]
     places: dict[int, tuple[int, int]] = {}
-    for shard, run in enumerate(cut_manifests([(_path_bytes(each.path), len(each.rows)) for each in occupied])):
+    for shard, run in enumerate(cut_manifests([(path_bytes(each.path), len(each.rows)) for each in occupied])):
         position = 0
         for number in run:
             places[id(occupied[number])] = shard, position
@@ -312,10 +405,6 @@ def _structure(tree: Any, scanned: list[_Scanned], files: Mapping[str, bytes]) -
         tensor = numbers.get(FilePath(name))
         stored.append(StoredFile(name=name, size=len(data), tensor=tensor, data=data if tensor is None else None))
     return StructureDocument(tree=tree, tensors=tuple(tensors), files=tuple(stored))
-
-
-def _path_bytes(path: Any) -> bytes:
-    return canonical.dumps(["file", path.name] if isinstance(path, FilePath) else [canonical.pack(part) for part in path])
 
 
 def _joined(rows: Iterable[ChunkRow]) -> bytes:

@@ -71,6 +71,11 @@ class Steps:
         return self.planes[0].size
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays."""
+        return self.gaps.nbytes + sum(plane.nbytes for plane in self.planes)
+
+    @property
     def density(self) -> float:
         """Share of changed words, 0.0 when there are none at all."""
         return self.count / self.length if self.length else 0.0

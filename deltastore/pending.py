@@ -1,0 +1,160 @@
+"""Commits on their way: what `commit(wait=False)` returns, and the line they stand in."""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+from concurrent.futures import Future
+from typing import Literal
+
+from deltastore.errors import DeltaStoreError, InvalidInputError, StoreFullError, short_name
+from deltastore.history import Commit
+from deltastore.versions import Version
+
+IN_FLIGHT = 2  # pending commits; one more waits in its call
+
+Phase = Literal["scanned", "encoded", "visible", "failed"]
+
+
+class PendingCommit:
+    """A commit that goes on in the background; the model that was committed may change already.
+
+    Its phases: "scanned" (a private copy is taken), "encoded" (its bytes are on their way), then "visible" (durable, in the history,
+    seen by everybody) or "failed" (as if it had never been).
+
+    Attributes:
+        branch: what it will move.
+        message: its message.
+    """
+
+    def __init__(self, branch: str, message: str, *, on_full: Literal["raise", "warn"] = "raise") -> None:
+        self.branch = branch
+        self.message = message
+        self.on_full = on_full
+        self.reported = False  # somebody has been told of its failure
+        self._process = os.getpid()
+        self._outcome: Future[tuple[Commit, Version]] = Future()
+        self._encoded = threading.Event()
+        self._version: Version | None = None
+
+    def __repr__(self) -> str:
+        return f"PendingCommit({short_name(self.message, 60)!r} to {self.branch!r}, {self.phase})"
+
+    @property
+    def phase(self) -> Phase:
+        """How far it is."""
+        if self._process == os.getpid() and self._outcome.done():
+            return "visible" if self._outcome.exception() is None else "failed"
+        return "encoded" if self._encoded.is_set() else "scanned"
+
+    def done(self) -> bool:
+        """Whether it is visible or has failed."""
+        return self.phase in ("visible", "failed")
+
+    def result(self, timeout: float | None = None) -> Commit:
+        """Wait for the commit, durable and visible.
+
+        Args:
+            timeout: seconds; None waits for as long as it takes.
+
+        Raises:
+            TimeoutError: it is still on its way, and stays so.
+            DeltaStoreError: it failed, with the error that a waiting `commit` would have raised; so did the commits after it.
+        """
+        self._check_process()
+        try:
+            return self._outcome.result(timeout)[0]
+        except TimeoutError:
+            if self._outcome.done():  # its own failure is one, too
+                raise
+            raise TimeoutError(f"commit {short_name(self.message, 60)!r} is still on its way after {timeout} s") from None
+        finally:
+            self.reported = self.reported or self._outcome.done()
+
+    def _check_process(self) -> None:
+        if self._process != os.getpid():
+            raise InvalidInputError(
+                f"the commit {short_name(self.message, 60)!r} is made by process {self._process}, which this one was forked "
+                "from; ask for its result there"
+            )
+
+    # -- for the committer ------------------------------------------------------------------------------------------------
+
+    def set_encoded(self, version: Version) -> None:
+        """Its content is known, the baseline free for the next commit."""
+        self._version = version
+        self._encoded.set()
+
+    def set_landed(self, commit: Commit, version: Version) -> None:
+        """It is visible."""
+        self._outcome.set_result((commit, version))
+
+    def set_failed(self, error: BaseException) -> None:
+        """It will never be."""
+        self._outcome.set_exception(error)
+        self._encoded.set()
+
+    def wait_encoded(self) -> Version | None:
+        """Wait until the baseline is free; what the version will be, None when it failed."""
+        self._encoded.wait()
+        return self._version if self.error() is None else None
+
+    def wait(self) -> None:
+        """Wait until it is done, however it ends."""
+        self._outcome.exception()
+
+    def landed(self) -> Version:
+        """Wait for the version. Raises an error with the same cause when it failed."""
+        try:
+            return self._outcome.result()[1]
+        except DeltaStoreError as error:
+            raise copy.copy(error) from error
+
+    def error(self) -> BaseException | None:
+        """Why it failed, so far as it has."""
+        return self._outcome.exception() if self._outcome.done() else None
+
+
+class PendingLine:
+    """The pending commits of one store, oldest first. One thread adds at a time."""
+
+    def __init__(self) -> None:
+        self._line: list[PendingCommit] = []
+
+    def add(self, pending: PendingCommit) -> None:
+        """Stand at the end."""
+        self._line.append(pending)
+
+    def remove(self, pending: PendingCommit) -> None:
+        """A call that failed leaves nothing behind."""
+        self._line.remove(pending)
+
+    def last(self) -> PendingCommit | None:
+        """The newest that is still on its way."""
+        return next((each for each in reversed(self._line) if not each.done()), None)
+
+    def wait_for_room(self) -> None:
+        """Wait until one more may be on its way: the baseline is free, and fewer than `IN_FLIGHT` are."""
+        for each in list(self._line):
+            each.wait_encoded()
+        waiting = [each for each in self._line if not each.done()]
+        for each in waiting[: max(0, len(waiting) - IN_FLIGHT + 1)]:
+            each.wait()
+
+    def settle(self) -> None:
+        """Wait until nothing is on its way."""
+        for each in list(self._line):
+            each.wait()
+
+    def take_failure(self) -> tuple[BaseException, bool] | None:
+        """The first failure that nobody has been told of, and whether a warning is enough; all that failed count as told."""
+        failed = [each for each in self._line if each.error() is not None and not each.reported]
+        self._line = [each for each in self._line if not each.done()]
+        for each in failed:
+            each.reported = True
+        if not failed:
+            return None
+        error = failed[0].error()
+        assert error is not None
+        return error, isinstance(error, StoreFullError) and all(each.on_full == "warn" for each in failed)
