@@ -80,9 +80,7 @@ class Baseline:
         open_file: opens the file for copies on disk, that of a commit where there is one.
     """
 
-    def __init__(
-        self, place: Literal["auto"] | Place, open_file: Callable[[str | None], BaselineFile] | None = None
-    ) -> None:
+    def __init__(self, place: Literal["auto"] | Place, open_file: Callable[[str | None], BaselineFile] | None = None) -> None:
         self._wanted = place
         self._open_file = open_file
         self._file: BaselineFile | None = None
@@ -172,4 +170,6 @@ class Baseline:
         if self._wanted == "disk":
             raise error
         self.place = "none"
-        warnings.warn(f"there is no room for a copy of the committed tensors on disk either, so none is kept ({error})", stacklevel=3)
+        warnings.warn(
+            f"there is no room for a copy of the committed tensors on disk either, so none is kept ({error})", stacklevel=3
+        )

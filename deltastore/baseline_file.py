@@ -24,7 +24,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from deltastore.cache_folder import EntryLock, lock_entry
+from deltastore.cache_folder import EntryLock, lock_entry, locks_work
 from deltastore.errors import StorageError, StoreFullError
 from deltastore.options import MAX_CHUNK_BYTES
 
@@ -81,7 +81,10 @@ class BaselineFile:
                 return file
         except OSError as error:
             raise _translated(error, folder) from error
-        raise StorageError(f"all {SLOTS} places for baselines in {folder} are in use; `deltastore cache list` shows them", "locked")
+        reason = f"all its {SLOTS} places for baselines are in use" if locks_work(folder) else "its file system has no locks"
+        raise StorageError(
+            f"{folder} can't hold a baseline: {reason}; choose another cache_dir=, or baseline='ram' or 'none'", "io"
+        )
 
     def take(self, path: str) -> KeptTensor | None:
         """What the process before left of a tensor; given once."""

@@ -17,6 +17,7 @@ from deltastore import codecs
 from deltastore.buckets.base import Bucket
 from deltastore.digests import chunk_digest, fast_digest
 from deltastore.errors import FormatError, IntegrityError, StorageError
+from deltastore.forks import renew_in_children
 from deltastore.layout import pack_key
 from deltastore.manifests import ChunkRow, PackRef
 from deltastore.options import READ_GAP_BYTES, WINDOW_BYTES, worker_count
@@ -58,6 +59,13 @@ class ChunkReader:
         self._kept: dict[str, Future[memoryview]] = {}  # small packs, whole
         self._kept_bytes = 0
         self._lock = threading.Lock()
+        renew_in_children(self)
+
+    def renew_after_fork(self) -> None:
+        """See `deltastore.forks`: what another thread was reading at the time never arrives."""
+        self._lock = threading.Lock()
+        self._kept = {}
+        self._kept_bytes = 0
 
     # -- columns and chains -------------------------------------------------------------------------------------------
 

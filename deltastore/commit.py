@@ -26,7 +26,7 @@ from deltastore.chunk_reader import ChunkReader
 from deltastore.chunk_writer import ChunkWriter
 from deltastore.commit_request import CommitRequest
 from deltastore.depths import Depths
-from deltastore.errors import InvalidInputError, RefConflictError, short_name
+from deltastore.errors import InvalidInputError, RefConflictError, StoreFullError, short_name
 from deltastore.forks import renew_in_children
 from deltastore.history import Commit
 from deltastore.index.index import Index
@@ -145,6 +145,14 @@ class Committer:
                 thread.join()
                 raise
             return pending
+
+    def failed(self, request: CommitRequest, error: StoreFullError) -> PendingCommit:
+        """A commit that found no room before it could begin, and about which a warning is enough."""
+        pending = PendingCommit(request.branch, request.message, on_full="warn")
+        pending.set_failed(error)
+        with self._lock:
+            self._pending.add(pending)
+        return pending
 
     def _work(self, request: CommitRequest, before: PendingCommit | None, progress: Progress | None) -> _Work:
         """What a commit is made with. `before`: the pending one that may be its parent."""

@@ -21,6 +21,7 @@ PACK_BYTES = 64 << 20  # a pack is sealed when its payload reaches this size
 READ_GAP_BYTES = 64 << 10  # two ranges of one pack that are closer than this are read as one
 WINDOW_BYTES = 64 << 20  # decoded bytes in flight while loading
 STAGING_BYTES = 256 << 20  # of a commit in the background that wait for its encoder
+MAX_SPOOL_BYTES = 8 << 30  # of packs that wait on disk for a slow bucket
 RECENT_DELTAS_BYTES = 64 << 20  # of deltas that a writer keeps for the next folds
 SESSION_SECONDS = 3600  # lease of a writer
 
@@ -50,7 +51,9 @@ def _cgroup_available() -> int | None:
     folder = Path("/sys/fs/cgroup")
     try:
         limit, used = (folder / "memory.max").read_text(), (folder / "memory.current").read_text()
-        inactive = [line.split()[1] for line in (folder / "memory.stat").read_text().splitlines() if line.startswith("inactive_file ")]
+        inactive = [
+            line.split()[1] for line in (folder / "memory.stat").read_text().splitlines() if line.startswith("inactive_file ")
+        ]
         return max(0, int(limit) - int(used) + int(inactive[0]))  # files that were read are given up first
     except (OSError, ValueError, IndexError):  # no cgroup of version 2, or no limit in it
         return None

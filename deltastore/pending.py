@@ -20,8 +20,8 @@ Phase = Literal["scanned", "encoded", "visible", "failed"]
 class PendingCommit:
     """A commit that goes on in the background; the model that was committed may change already.
 
-    Its phases: "scanned" (a private copy is taken), "encoded" (its bytes are on their way), then "visible" (durable, in the history,
-    seen by everybody) or "failed" (as if it had never been).
+    Its phases: "scanned" (a private copy is taken), "encoded" (its bytes are on their way), then "visible" (durable, in the
+    history, seen by everybody) or "failed" (as if it had never been).
 
     Attributes:
         branch: what it will move.

@@ -141,9 +141,7 @@ class Publisher:
             version.seed_manifest(shard, manifest)
         return version
 
-    def _publication(
-        self, draft: Draft, document: CommitDocument, key: str, body: bytes
-    ) -> Publication:
+    def _publication(self, draft: Draft, document: CommitDocument, key: str, body: bytes) -> Publication:
         request, placed, identity = draft.request, draft.placed, document.identity
         own = [key, *(each.key for each in placed.new), *(pack.key for pack in draft.packs)]
         return Publication(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 
+from deltastore.forks import renew_in_children
 from deltastore.options import RECENT_DELTAS_BYTES
 from deltastore.packs import Place
 
@@ -22,6 +23,13 @@ class RecentDeltas:
         self._deltas: dict[Place, Delta] = {}
         self._bytes = 0
         self._lock = threading.Lock()
+        renew_in_children(self)
+
+    def renew_after_fork(self) -> None:
+        """See `deltastore.forks`: another thread may have been in the middle of a change."""
+        self._lock = threading.Lock()
+        self._deltas = {}
+        self._bytes = 0
 
     def add(self, place: Place, delta: Delta) -> None:
         """Remember the steps of an entry that was just written."""

@@ -64,7 +64,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class _Scanned:
-    path: Any
+    path: StoredPath
     dtype: str
     shape: tuple[int, ...]
     rows: list[ChunkRow]
@@ -189,7 +189,7 @@ class Scanner:
             taken = self._walk(_Line(workers, work, settle), state, files)
         return self._content(taken)
 
-    def take(self, state: State, files: Mapping[str, bytes], before_encoding: Callable[[], None]) -> None:
+    def take(self, state: State, files: Mapping[str, bytes], before_encoding: Callable[[], object]) -> None:
         """Scan everything, so that the state may change afterwards.
 
         Args:
@@ -212,7 +212,7 @@ class Scanner:
             raise
         self._handoff.close()
 
-    def _take(self, task: ChunkTask, before_encoding: Callable[[], None]) -> Scan | ChunkOutcome:
+    def _take(self, task: ChunkTask, before_encoding: Callable[[], object]) -> Scan | ChunkOutcome:
         scan = self._encoder.scan(task)
         if scan.private:
             return scan
@@ -255,8 +255,9 @@ class Scanner:
                 self._baseline.expect(sum(_size(each) for each in state.tensors if not each.frozen))
                 scanned = self._scan(line, zip(_first_paths(state), state.tensors, strict=True))
             else:
-                scanned = self._scan(line, map(_with_path, state), one_at_a_time=True)
-                tree = {"d": [[each.path[0], {"x": number}] for number, each in enumerate(scanned)]}
+                names: list[str] = []
+                scanned = self._scan(line, _with_paths(state, names), one_at_a_time=True)
+                tree = {"d": [[name, {"x": number}] for number, name in enumerate(names)]}
                 values = []
             packed: Any = [canonical.pack(value) for value in values]
             extra = [(FilePath(name), ByteSource(data)) for name, data in files.items() if len(data) > INLINE_FILE_BYTES]
@@ -298,14 +299,14 @@ class Scanner:
         line.drain()
         return results
 
-    def _submit(self, line: _Line[ChunkTask, Any], path: Any, source: TensorSource) -> _Scanned:
+    def _submit(self, line: _Line[ChunkTask, Any], path: StoredPath, source: TensorSource) -> _Scanned:
         """Put the chunks of a tensor on the line."""
         scanned = _Scanned(path, source.dtype, tuple(source.shape), [])
         for task in self._tasks(path, source):
             line.add(task, task.chunk.length, scanned.rows)
         return scanned
 
-    def _tasks(self, path: Any, source: TensorSource) -> Iterator[ChunkTask]:
+    def _tasks(self, path: StoredPath, source: TensorSource) -> Iterator[ChunkTask]:
         dtype = dtype_of(source.dtype)
         elements = math.prod(source.shape)
         nbytes, chunk_bytes = elements * dtype.itemsize, CHUNK_ELEMENTS * dtype.itemsize
@@ -320,7 +321,7 @@ class Scanner:
             length = (stop - start) * dtype.itemsize
             yield ChunkTask(Chunk(index, length, word, parent, baseline, f"{label}, chunk {index}"), source, start, stop)
 
-    def _parent_rows(self, path: Any, dtype: str, nbytes: int, chunk_bytes: int) -> list[ChunkRow]:
+    def _parent_rows(self, path: StoredPath, dtype: str, nbytes: int, chunk_bytes: int) -> list[ChunkRow]:
         """The parent version's rows of chunks that have the same place and length; a resized tensor keeps its whole ones."""
         before = self._before.get(path)
         if before is None or self._parent is None or self._parent.tensors[before].dtype.name != dtype:
@@ -361,9 +362,14 @@ def _size(source: TensorSource) -> int:
     return math.prod(source.shape) * dtype_of(source.dtype).itemsize
 
 
-def _with_path(named: tuple[str, TensorSource]) -> tuple[Any, TensorSource]:
-    """A stream gives names, the scanner wants paths. A function, because a generator would hold the tensor it gave last."""
-    return (named[0],), named[1]
+def _with_paths(stream: Iterator[tuple[str, TensorSource]], names: list[str]) -> Iterator[tuple[StoredPath, TensorSource]]:
+    """A stream gives names, which are noted, and the scanner wants paths."""
+
+    def with_path(named: tuple[str, TensorSource]) -> tuple[StoredPath, TensorSource]:
+        names.append(named[0])
+        return (named[0],), named[1]
+
+    return map(with_path, stream)  # a generator would hold the tensor that it gave last
 
 
 def _first_paths(state: FlatState) -> list[Any]:

@@ -8,6 +8,8 @@ import threading
 from pathlib import Path
 
 from deltastore.buckets.base import Upload
+from deltastore.buffers import as_memory
+from deltastore.forks import renew_in_children
 
 
 class Spool:
@@ -23,6 +25,12 @@ class Spool:
         self._limit = limit
         self._held: dict[str, int] = {}
         self._lock = threading.Lock()
+        renew_in_children(self)
+
+    def renew_after_fork(self) -> None:
+        """See `deltastore.forks`: a child holds nothing."""
+        self._lock = threading.Lock()
+        self._held = {}
 
     def hold(self, upload: Upload) -> Upload | None:
         """The same upload, its bytes mapped from disk; None when there is no room for it."""
@@ -34,7 +42,7 @@ class Spool:
             self._folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self._folder) as file:
                 for piece in upload.pieces:
-                    file.write(piece)
+                    file.write(as_memory(piece))
                 file.flush()
                 mapped = mmap.mmap(file.fileno(), upload.size, access=mmap.ACCESS_READ)
         except OSError:  # a full disk, or none to write to: the encoder waits instead

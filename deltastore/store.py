@@ -9,11 +9,12 @@ import getpass
 import os
 import socket
 import threading
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 from deltastore import layout
 from deltastore.buckets import open_bucket
@@ -24,16 +25,20 @@ from deltastore.errors import (
     ReadOnlyError,
     RefConflictError,
     RevisionNotFoundError,
+    StoreFullError,
 )
+from deltastore.forks import renew_in_children
 from deltastore.history import Commit, History, check_ref_name
 from deltastore.index.records import RefMovement, RefRecord
 from deltastore.opening import make_store, open_index
+from deltastore.options import MAX_SPOOL_BYTES
 from deltastore.progress import progress_bar
 
 if TYPE_CHECKING:
     from deltastore.chunk_reader import ChunkReader
     from deltastore.commit import Committer
     from deltastore.diff import Diff
+    from deltastore.pending import PendingCommit
     from deltastore.reflog import RefLog
     from deltastore.snapshot import Snapshot
     from deltastore.stats import StoreStats
@@ -58,8 +63,12 @@ class DeltaStore:
         read_only: refuse every write.
         trust: "store" checks the xxh3-128 of every chunk that is read, "none" its BLAKE3 digest too.
         profile: which codecs new commits use; "fast" is the only one so far.
-        baseline: "ram" (or "auto") keeps a private copy of the last committed tensors, so that the next commit finds its
-            changes in one pass; "none" reads the parent version from the store instead.
+        baseline: where the private copy of the last committed tensors is, which lets the next commit find its changes in one
+            pass: in memory ("ram"), or in a file of the cache folder that a later process can go on with ("disk"); "auto" is
+            memory while the copy fits into half of what is available, else disk, and says so; with "none" the parent version
+            is read from the store where a chunk has changed.
+        cache_dir: the cache folder; by default DELTASTORE_CACHE, else `$HF_HOME/deltastore`.
+        max_spool: bytes of packs that may wait on disk, in the cache folder, for a bucket slower than the encoder.
 
     Raises:
         StoreNotFoundError: there is no store at this address.
@@ -73,17 +82,21 @@ class DeltaStore:
         read_only: bool = False,
         trust: Literal["store", "none"] = "store",
         profile: Literal["fast"] = "fast",
-        baseline: Literal["auto", "ram", "none"] = "auto",
+        baseline: Literal["auto", "ram", "disk", "none"] = "auto",
+        cache_dir: str | os.PathLike[str] | None = None,
+        max_spool: int = MAX_SPOOL_BYTES,
     ) -> None:
         _check_option("trust", trust, ("store", "none"))
         _check_option("profile", profile, ("fast",))
-        _check_option("baseline", baseline, ("auto", "ram", "none"))
+        _check_option("baseline", baseline, ("auto", "ram", "disk", "none"))
         self.address = os.fspath(address)
         self._options: dict[str, Any] = {
             "read_only": read_only,
             "trust": trust,
             "profile": profile,
             "baseline": baseline,
+            "cache_dir": None if cache_dir is None else os.fspath(cache_dir),
+            "max_spool": max_spool,
         }
         self._bucket = open_bucket(self.address)
         self._index = open_index(self._bucket, self.address, read_only=read_only)
@@ -91,6 +104,7 @@ class DeltaStore:
         self._committer: Committer | None = None
         self._lock = threading.Lock()
         self._closed = False
+        renew_in_children(self)
 
     @classmethod
     def create(cls, address: str | os.PathLike[str], *, exist_ok: bool = False, **options: Any) -> Self:
@@ -117,19 +131,35 @@ class DeltaStore:
     # -- life ---------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Give back connections and memory. Harmless when called twice."""
+        """Wait for pending commits, then give back connections and memory. Harmless when called twice.
+
+        Raises:
+            DeltaStoreError: a pending commit had failed, and nobody had asked for its result.
+        """
         with self._lock:
-            if not self._closed:
-                self._closed = True
-                if self._committer is not None:
-                    self._committer.close()
-                self._index.close()
+            if self._closed:
+                return
+            self._closed = True
+        try:
+            if self._committer is not None:
+                self._committer.close()
+        finally:
+            self._index.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
+        try:
+            self.close()
+        except Exception as failure:
+            if error is None:
+                raise
+            warnings.warn(f"a commit in the background has failed, too: {failure}", stacklevel=2)
+
+    def renew_after_fork(self) -> None:
+        """See `deltastore.forks`."""
+        self._lock = threading.Lock()
 
     @cached_property
     def _reader(self) -> ChunkReader:
@@ -157,6 +187,7 @@ class DeltaStore:
 
     # -- committing ---------------------------------------------------------------------------------------------------
 
+    @overload
     def commit(
         self,
         source: Any,
@@ -169,7 +200,59 @@ class DeltaStore:
         tag: str | None = None,
         author: str | None = None,
         expected_head: str | None = None,
-    ) -> Commit:
+        wait: Literal[True] = True,
+        on_full: Literal["raise"] = "raise",
+    ) -> Commit: ...
+
+    @overload
+    def commit(
+        self,
+        source: Any,
+        message: str = "",
+        *,
+        branch: str = "main",
+        metadata: Mapping[str, Any] | None = None,
+        cast: Mapping[str, Any] | None = None,
+        files: Mapping[str, str | os.PathLike[str] | bytes] | None = None,
+        tag: str | None = None,
+        author: str | None = None,
+        expected_head: str | None = None,
+        wait: Literal[True] = True,
+        on_full: Literal["warn"],
+    ) -> Commit | None: ...
+
+    @overload
+    def commit(
+        self,
+        source: Any,
+        message: str = "",
+        *,
+        branch: str = "main",
+        metadata: Mapping[str, Any] | None = None,
+        cast: Mapping[str, Any] | None = None,
+        files: Mapping[str, str | os.PathLike[str] | bytes] | None = None,
+        tag: str | None = None,
+        author: str | None = None,
+        expected_head: str | None = None,
+        wait: Literal[False],
+        on_full: Literal["raise", "warn"] = "raise",
+    ) -> PendingCommit: ...
+
+    def commit(
+        self,
+        source: Any,
+        message: str = "",
+        *,
+        branch: str = "main",
+        metadata: Mapping[str, Any] | None = None,
+        cast: Mapping[str, Any] | None = None,
+        files: Mapping[str, str | os.PathLike[str] | bytes] | None = None,
+        tag: str | None = None,
+        author: str | None = None,
+        expected_head: str | None = None,
+        wait: bool = True,
+        on_full: Literal["raise", "warn"] = "raise",
+    ) -> Commit | PendingCommit | None:
         """Commit a version: only what changed against the head of the branch is stored, bit for bit.
 
         Args:
@@ -183,18 +266,25 @@ class DeltaStore:
             tag: made at the new commit.
             author: by default user@host.
             expected_head: a commit id; refuse when the branch is not there any more.
+            wait: False returns as soon as the source may change again, and finishes in the background. At most two commits
+                are on their way; a third call waits for the first.
+            on_full: "warn" lets a run go on without this commit when the store is full.
 
         Returns:
-            The commit, durable and visible.
+            The commit, durable and visible; with `wait=False` a `PendingCommit`; None when the store was full and `on_full` is
+            "warn": nothing was committed then.
 
         Raises:
             RefConflictError: the branch is not at `expected_head`, or was reset meanwhile.
             IncompatibleStateError: something in the state can't be stored; names it; nothing was written.
+            StoreFullError: no space left; everything is as it was.
+            DeltaStoreError: an earlier commit with `wait=False` had failed, and nobody had asked for its result.
         """
+        _check_option("on_full", on_full, ("raise", "warn"))
         self._check_writable()
         if tag is not None:
             self._check_new_ref(tag)
-        from deltastore.commit import CommitRequest
+        from deltastore.commit_request import CommitRequest
         from deltastore.sources import file_bytes, flattened
 
         state, own_files = flattened(source, cast)
@@ -208,17 +298,42 @@ class DeltaStore:
             expected_head=expected_head,
             tag=tag,
         )
-        with progress_bar("commit", None) as done:
-            return self._open_committer().commit(request, state, done)
+        committer = self._open_committer()
+        try:
+            with progress_bar("commit", None) as done:
+                if wait:
+                    return committer.commit(request, state, done)
+                return committer.begin(request, state, done, on_full=on_full)
+        except StoreFullError as error:
+            if on_full == "raise":
+                raise
+            if not wait:
+                return committer.failed(request, error)
+            warnings.warn(f"{message or 'this version'} was not committed: {error}", stacklevel=2)
+            return None
 
     def _open_committer(self) -> Committer:
         """The committer, made for the first commit."""
+        from deltastore.baseline import Baseline
+        from deltastore.baseline_file import BaselineFile
+        from deltastore.cache_folder import cache_root, entry_folder
         from deltastore.commit import Committer
+        from deltastore.spool import Spool
 
         with self._lock:
             if self._committer is None:
-                parts = self._bucket, self._index, self._versions, self._reader, self._log
-                self._committer = Committer(*parts, baseline=self._options["baseline"] != "none")
+                root, uuid = cache_root(self._options["cache_dir"]), self._index.meta().store_uuid
+                baselines = entry_folder(root, uuid, "baseline", "0").parent
+                spool = entry_folder(root, uuid, "spool", "0").parent
+                self._committer = Committer(
+                    self._bucket,
+                    self._index,
+                    self._versions,
+                    self._reader,
+                    self._log,
+                    Baseline(self._options["baseline"], lambda head: BaselineFile.open(baselines, head)),
+                    Spool(spool, self._options["max_spool"]),
+                )
             return self._committer
 
     # -- reading ------------------------------------------------------------------------------------------------------
@@ -231,28 +346,28 @@ class DeltaStore:
         """
         from deltastore.snapshot import Snapshot
 
-        self._check_open()
+        self._settle()
         commit = self._history.commit(revision)
         return Snapshot(commit, self._versions.get(commit.id), self._reader)
 
     def list_commits(self, revision: str = "main", limit: int | None = None) -> list[Commit]:
         """First-parent history of a revision, newest first."""
-        self._check_open()
+        self._settle()
         return self._history.log(revision, limit)
 
     def get_commit(self, revision: str = "main") -> Commit:
         """The commit that a revision names."""
-        self._check_open()
+        self._settle()
         return self._history.commit(revision)
 
     def list_refs(self) -> list[Ref]:
         """All branches and tags, by name."""
-        self._check_open()
+        self._settle()
         return [Ref(ref.name, ref.kind, ref.commit_id) for ref in self._index.refs()]
 
     def diff(self, before: str, after: str) -> Diff:
         """What changed from one revision to another, per tensor. Reads only chunks that differ."""
-        self._check_open()
+        self._settle()
         from deltastore.diff import run_diff
 
         first, second = self._history.commit(before), self._history.commit(after)
@@ -264,7 +379,7 @@ class DeltaStore:
         Args:
             read_data: decode every stored chunk once and compare its digests, too.
         """
-        self._check_open()
+        self._settle()
         from deltastore.chunk_reader import ChunkReader
         from deltastore.verify import run_verify
         from deltastore.versions import Versions
@@ -281,7 +396,7 @@ class DeltaStore:
 
     def stats(self) -> StoreStats:
         """Counts, and logical against stored bytes."""
-        self._check_open()
+        self._settle()
         from deltastore.stats import run_stats
 
         return run_stats(self._bucket, self._index)
@@ -321,6 +436,7 @@ class DeltaStore:
         return Ref(name, "branch", new)
 
     def _create_ref(self, kind: Literal["branch", "tag"], name: str, revision: str) -> Ref:
+        self._settle()
         self._check_new_ref(name)
         commit_id = self._history.resolve(revision)
         self._move(kind, name, "create", None, commit_id)
@@ -330,6 +446,7 @@ class DeltaStore:
         self._move(kind, name, "delete", self._existing(kind, name).commit_id, None)
 
     def _existing(self, kind: Literal["branch", "tag"], name: str) -> RefRecord:
+        self._settle()
         self._check_writable()
         ref = self._index.ref(name)
         if ref is None or ref.kind != kind:
@@ -381,6 +498,12 @@ class DeltaStore:
         self._check_open()
         if self._options["read_only"]:
             raise ReadOnlyError(f"{self.address} was opened read-only; open it without read_only to write")
+
+    def _settle(self) -> None:
+        """What is asked of an open store sees its own pending commits: they are waited for."""
+        self._check_open()
+        if self._committer is not None:
+            self._committer.settle()
 
 
 def _reopen(cls: type[DeltaStore], address: str, options: dict[str, Any]) -> DeltaStore:

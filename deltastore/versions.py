@@ -22,6 +22,7 @@ from deltastore.errors import (
     UnsupportedFormatError,
     short_name,
 )
+from deltastore.forks import renew_in_children
 from deltastore.formats import CommitDocument, StructureDocument, parse_commit, parse_structure
 from deltastore.index.index import Index
 from deltastore.manifests import ChunkRow, Manifest, PackRef
@@ -220,6 +221,11 @@ class Versions:
         self._index = index
         self._reader = reader
         self._recent: OrderedDict[str, Version] = OrderedDict()
+        self._lock = threading.Lock()
+        renew_in_children(self)
+
+    def renew_after_fork(self) -> None:
+        """See `deltastore.forks`."""
         self._lock = threading.Lock()
 
     def get(self, commit_id: str) -> Version:
