@@ -49,7 +49,7 @@ class ChunkWriter:
         on_columns: called with the columns of each sealed pack.
         spool: takes sealed packs when the bucket is slower than the encoder; without one the encoder waits.
 
-    Call `add` for each entry in chunk order, then `finish`; `abandon` after an error.
+    Call `add` for each entry in chunk order, then `finish` and `join`; `abandon` after an error.
     """
 
     def __init__(
@@ -85,11 +85,18 @@ class ChunkWriter:
         return place
 
     def finish(self) -> tuple[list[WrittenPack], list[tuple[WrittenPack, Upload]]]:
-        """Wait for what was sent; returns all packs, and those that are still to be sent, with their bytes."""
+        """All packs, and those that are still to be sent, with their bytes."""
         rest = [self._seal(pack) for _, pack in sorted(self._open.items())]
         self._open.clear()
-        self._join()
         return list(self._written), rest
+
+    def join(self) -> None:
+        """Wait until all that was sent is in the bucket."""
+        try:
+            while self._sent:
+                self._sent.pop(0).result()
+        finally:
+            self._close()
 
     def abandon(self) -> None:
         """Drop what is open and wait for what is on its way. What was sent stays as garbage."""
@@ -124,13 +131,6 @@ class ChunkWriter:
         self._bucket.put([upload])
         if self._spool is not None:
             self._spool.release(upload)
-
-    def _join(self) -> None:
-        try:
-            while self._sent:
-                self._sent.pop(0).result()
-        finally:
-            self._close()
 
     def _close(self) -> None:
         workers, self._workers = self._workers, None

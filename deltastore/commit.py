@@ -217,7 +217,12 @@ class Committer:
             packs=tuple(packs),
             unsent=tuple(NewObject("pack", pack.size, upload) for pack, upload in unsent),
         )
-        commit, version = self._publisher.publish(draft, encoded)
+
+        def before(version: Version) -> None:
+            encoded(version)
+            work.writer.join()
+
+        commit, version = self._publisher.publish(draft, before)
         self._depths.retain(content.rows)
         self._newest = commit.id
         return commit, version

@@ -105,7 +105,7 @@ class Publisher:
         """Send what is left, then try the commit point until the branch holds still.
 
         Args:
-            before: called with the version as it will be, if the branch holds still.
+            before: called with the version as it will be, if the branch holds still; waits for packs that are on their way.
         """
         parent = draft.parent
         head = None if parent is None else parent.document.commit_id()
