@@ -26,36 +26,13 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from benchmarks import load_speed, store_files
+from benchmarks import everyday, load_speed, store_files
+from benchmarks.measure import Row, copy_seconds, model_bytes, seconds
 from benchmarks.training import FineTuning, Weights, advance, replay, synthetic_model
 from deltastore import DeltaStore
 
 ROOT = Path(__file__).resolve().parent.parent
 MIB = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One line of the table. `bound` is (sign, value): "<=" or ">=" what it must be; None for information only."""
-
-    what: str
-    measured: float
-    unit: str
-    bound: tuple[str, float] | None = None
-
-    @property
-    def ok(self) -> bool:
-        """Whether the figure is within its bound."""
-        if self.bound is None:
-            return True
-        sign, value = self.bound
-        return self.measured <= value if sign == "<=" else self.measured >= value
-
-    def line(self) -> str:
-        """The row as text."""
-        must = "" if self.bound is None else f"{self.bound[0]} {self.bound[1]:g}"
-        verdict = "" if self.bound is None else ("ok" if self.ok else "NOT")
-        return f"{self.what:<76} {self.measured:>9.3f} {self.unit:<9} {must:>8}  {verdict}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,29 +55,6 @@ class Setting:
     def quick(cls, work: Path) -> Setting:
         """About a minute."""
         return cls(work, 16, 200_000_000, 300_000_000, 1000, 3)
-
-
-# -- measuring --------------------------------------------------------------------------------------------------------
-
-
-def seconds(action: Callable[[], object]) -> float:
-    """Wall time of a call; what it returns is dropped outside of the clock."""
-    start = time.perf_counter()
-    kept = action()
-    elapsed = time.perf_counter() - start
-    del kept
-    return elapsed
-
-
-def copy_seconds(size: int, repeats: int = 3) -> float:
-    """The best time of memcpy of `size` bytes into touched memory, one thread."""
-    source, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)
-    return min(seconds(lambda: np.copyto(target, source)) for _ in range(repeats))
-
-
-def model_bytes(weights: Weights) -> int:
-    """Bytes of all tensors."""
-    return sum(value.nbytes for value in weights.values())
 
 
 # -- size -------------------------------------------------------------------------------------------------------------
@@ -203,6 +157,16 @@ def commit_speed(setting: Setting) -> Iterator[Row]:
     yield from _load_rows(setting, folder, [(f"main~{setting.repeats}", 0)], label)
     shutil.rmtree(folder)
     yield from _frozen_rows(setting, weights)
+
+
+def background(setting: Setting) -> Iterator[Row]:
+    """See `everyday.background`."""
+    yield from everyday.background(setting.work, setting.speed_bytes, setting.repeats)
+
+
+def adapters(setting: Setting) -> Iterator[Row]:
+    """See `everyday.adapters`."""
+    yield from everyday.adapters(setting.work, setting.speed_bytes, setting.repeats)
 
 
 def _frozen_rows(setting: Setting, weights: Weights) -> Iterator[Row]:
@@ -316,6 +280,7 @@ def memory(setting: Setting) -> Iterator[Row]:
         ("first-ram", "first commit(), baseline in RAM", size + 256),
         ("next-ram", "next commit(), 1 % changed, baseline in RAM", 256),
         ("first-none", 'first commit(), baseline="none"', 256),
+        ("next-background", "commit(wait=False), 1 % changed, baseline in RAM, until it has landed", 256),
         ("next-none", 'next commit(), 1 % changed, baseline="none"', 256),
         ("load", "load() into new memory", size + 256),
         ("load-into", "load_into() an existing model", 256),
@@ -341,6 +306,8 @@ def probe(name: str, folder: Path, size: int) -> int:
         if name.startswith("next"):
             store.commit(weights, "again")
             advance(weights, 0.01, np.random.Generator(np.random.SFC64(1)))
+            if name.endswith("background"):
+                return _rise(lambda: store.commit(weights, "next", wait=False).result())
             return _rise(lambda: store.commit(weights, "next"))
         if name == "load-into":
             return _rise(lambda: store.checkout("main").load_into(weights))
@@ -374,6 +341,8 @@ BENCHES: dict[str, Callable[[Setting], Iterator[Row]]] = {
     "log": log_command,
     "bookkeeping": bookkeeping,
     "commit": commit_speed,
+    "background": background,
+    "adapters": adapters,
     "memory": memory,
 }
 
