@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from deltastore.errors import DeltaStoreError
     from deltastore.history import Commit
     from deltastore.snapshot import LazyTensor, Snapshot
-    from deltastore.stats import StoreStats
+    from deltastore.stats import DiskUsage, Forecast, StoreStats, Usage
     from deltastore.store import DeltaStore, Ref
     from deltastore.verify import Problem, VerifyReport
 
@@ -28,12 +28,15 @@ __all__ = [
     "DeltaStore",
     "DeltaStoreError",
     "Diff",
+    "DiskUsage",
+    "Forecast",
     "LazyTensor",
     "Problem",
     "Ref",
     "Snapshot",
     "StoreStats",
     "TensorDiff",
+    "Usage",
     "VerifyReport",
     "__version__",
 ]
@@ -44,12 +47,15 @@ _HOMES = {
     "DeltaStore": "store",
     "DeltaStoreError": "errors",
     "Diff": "diff",
+    "DiskUsage": "stats",
+    "Forecast": "stats",
     "LazyTensor": "snapshot",
     "Problem": "verify",
     "Ref": "store",
     "Snapshot": "snapshot",
     "StoreStats": "stats",
     "TensorDiff": "diff",
+    "Usage": "stats",
     "VerifyReport": "verify",
 }
 

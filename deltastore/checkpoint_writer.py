@@ -22,6 +22,7 @@ from deltastore.canonical import show
 from deltastore.dtypes import dtype_of
 from deltastore.errors import AlreadyExistsError, IncompatibleStateError, InvalidInputError
 from deltastore.open_file import OpenFile, storage_error
+from deltastore.space import require_space
 from deltastore.state import Array, check_range
 
 MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors library
@@ -168,15 +169,23 @@ class CheckpointWriter:
             written = writer.finish()
 
     Raises AlreadyExistsError when the folder has weights and `overwrite` is not given; else what `plan_shards` raises,
-    StoreFullError and StorageError. With `overwrite`, weight files named by the old or the new index are replaced, others left.
+    StoreFullError, before anything is written when it can be foreseen, and StorageError. With `overwrite`, weight files named
+    by the old or the new index are replaced, others left. `extra_bytes` is the size of the files that will be added.
     """
 
     def __init__(
-        self, folder: Path, entries: Iterable[Entry], *, max_shard_bytes: int = 5 << 30, overwrite: bool = False
+        self,
+        folder: Path,
+        entries: Iterable[Entry],
+        *,
+        max_shard_bytes: int = 5 << 30,
+        overwrite: bool = False,
+        extra_bytes: int = 0,
     ) -> None:
         self._folder = folder
         self._plan = plan_shards(entries, max_shard_bytes)
         self._overwrite = overwrite
+        self._bytes = extra_bytes + len(self._plan.index or b"") + sum(shard.size for shard in self._plan.shards)
         self._files: dict[str, OpenFile] = {}
         self._sinks: dict[str, FileSink] = {}
         self._staging: Path | None = None
@@ -184,6 +193,7 @@ class CheckpointWriter:
     def __enter__(self) -> Self:
         try:
             self._refuse_existing([*self._plan.filenames, WEIGHTS_NAME, INDEX_NAME])
+            require_space(self._folder, self._bytes, f"writing a checkpoint to {self._folder}")
             inside = self._folder.is_dir()
             parent = self._folder if inside else self._folder.absolute().parent
             parent.mkdir(parents=True, exist_ok=True)

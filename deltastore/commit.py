@@ -16,6 +16,7 @@ import threading
 import uuid
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -36,10 +37,14 @@ from deltastore.placement import NewObject, place
 from deltastore.publisher import Draft, Publisher
 from deltastore.recent_deltas import RecentDeltas
 from deltastore.reflog import RefLog
-from deltastore.scanner import Content, Scanner, State
+from deltastore.scanner import Content, Scanner, State, source_bytes
+from deltastore.space import estimate_commit_bytes, refuse_if_full
 from deltastore.spool import Spool
+from deltastore.state import FlatState
 from deltastore.versions import Version, Versions
 from deltastore.workers import run_in_thread
+
+RECENT_COMMITS = 8  # whose size says what the next one may take
 
 Progress = Callable[[int], None]
 
@@ -84,6 +89,7 @@ class Committer:
         self._recent = RecentDeltas()
         self._publisher = Publisher(bucket, index, versions, reader, log)
         self._pending = PendingLine()
+        self._recent_bytes: dict[str, deque[int]] = {}  # of packs that the last commits to a branch brought
         self._newest: str | None = None  # the last commit that landed: that of the baseline
         self._lock = threading.Lock()
         _open.add(self)
@@ -108,6 +114,7 @@ class Committer:
             self._report_failure()
             self._log.fill_holes()
             work = self._work(request, None, progress)
+            self._check_space(work, state)
             try:
                 content = work.scanner.run(state, request.files)
                 return self._publish(work, content, lambda _: None)[0]
@@ -134,6 +141,7 @@ class Committer:
             if before is None:
                 self._log.fill_holes()
             work = self._work(request, before, progress)
+            self._check_space(work, state)
             pending = PendingCommit(request.branch, request.message, on_full=on_full)
             self._pending.add(pending)
             name = f"deltastore-commit-{request.branch}"
@@ -170,6 +178,18 @@ class Committer:
         )
         scanner = Scanner(self._reader, self._index, self._depths, self._recent, self._baseline, writer, parent, progress)
         return _Work(request, parent, session, writer, scanner)
+
+    def _check_space(self, work: _Work, state: State) -> None:
+        """Refuse before anything is written what will not fit, as far as that can be told."""
+        free = self._bucket.free_bytes()
+        recent = self._recent_bytes.get(work.request.branch, ())
+        if free is None or not isinstance(state, FlatState) or (work.parent is not None and not recent):
+            return
+        sizes: dict[str, int] = {}
+        for source in state.tensors:
+            sizes[source.dtype] = sizes.get(source.dtype, 0) + source_bytes(source)
+        what = f"a commit to {work.request.branch!r}"
+        refuse_if_full(free, estimate_commit_bytes(sizes, recent), what, self._bucket.url)
 
     def _head(self, request: CommitRequest) -> str | None:
         ref = self._index.ref(request.branch)
@@ -224,6 +244,9 @@ class Committer:
 
         commit, version = self._publisher.publish(draft, before)
         self._depths.retain(content.rows)
+        if work.parent is not None:
+            recent = self._recent_bytes.setdefault(work.request.branch, deque(maxlen=RECENT_COMMITS))
+            recent.append(sum(pack.size for pack in packs))
         self._newest = commit.id
         return commit, version
 

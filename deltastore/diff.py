@@ -11,6 +11,7 @@ from typing import Literal
 
 import numpy as np
 
+from deltastore import display
 from deltastore.chunk_reader import ChunkReader, ReadJob
 from deltastore.history import Commit
 from deltastore.manifests import ChunkRow
@@ -60,6 +61,20 @@ class Diff:
 
     def __bool__(self) -> bool:
         return bool(self.tensors or self.files)
+
+    def __repr__(self) -> str:
+        ends = f"{self.before.short_id}..{self.after.short_id}"
+        changed = f"{self.changed_elements} of {self.elements} elements in {len(self.tensors)} tensors"
+        return f"Diff({ends}, {changed}, {len(self.files)} files)"
+
+    def _repr_html_(self) -> str:
+        share = f"{self.changed_elements} of {self.elements} elements ({display.percent(self.changed_elements, self.elements)})"
+        rows = ((each.status, each.name, each.elements, each.changed_elements, each.changed_bytes) for each in self.tensors)
+        titles = ("status", "tensor", "elements", "changed", "bytes of changed chunks")
+        tensors = display.table(titles, rows, len(self.tensors))
+        files = display.table(("status", "file"), ((each.status, each.name) for each in self.files), len(self.files))
+        facts = [("before", self.before.short_id), ("after", self.after.short_id), ("changed", share)]
+        return display.card("diff", facts, tensors, files)
 
     @property
     def changed_elements(self) -> int:

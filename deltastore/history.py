@@ -5,11 +5,12 @@ from __future__ import annotations
 import difflib
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from deltastore import canonical
+from deltastore import canonical, display
 from deltastore.errors import InvalidInputError, RevisionNotFoundError, short_name
 from deltastore.index.index import Index
 from deltastore.index.records import CommitRecord
@@ -65,6 +66,20 @@ class Commit:
     def short_id(self) -> str:
         """The first 12 hex digits."""
         return self.id[:12]
+
+    def __repr__(self) -> str:
+        return f"Commit({self.short_id} {short_name(self.message, 60)!r}, {display.moment(self.created_at)})"
+
+    def _repr_html_(self) -> str:
+        return display.card(f"commit {self.short_id}", self.facts())
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Name and value of what people want to see of a commit."""
+        metadata = [(f"metadata {key}", str(value)) for key, value in list(self.metadata.items())[: display.ROWS]]
+        subject = self.message.split("\n", 1)[0]
+        parents = ", ".join(parent[:12] for parent in self.parents)
+        when = display.moment(self.created_at)
+        return [("message", subject), ("author", self.author), ("time", when), ("parents", parents), *metadata]
 
 
 def check_ref_name(name: str) -> None:
@@ -151,6 +166,11 @@ class History:
     def commit(self, revision: str) -> Commit:
         """The commit that a revision names."""
         return Commit.from_record(self.record(self.resolve(revision)))
+
+    def graph(self, revisions: Sequence[str], limit: int | None) -> list[Commit]:
+        """All ancestors of some revisions, or without any of all refs, each once, newest first: children before parents."""
+        heads = [self.resolve(revision) for revision in revisions] or [ref.commit_id for ref in self._index.refs()]
+        return [Commit.from_record(record) for record in self._index.history(heads, limit)]
 
     def log(self, revision: str, limit: int | None) -> list[Commit]:
         """First-parent history, newest first."""

@@ -252,7 +252,7 @@ class Scanner:
         try:
             if isinstance(state, FlatState):
                 tree, values = state.tree, state.values
-                self._baseline.expect(sum(_size(each) for each in state.tensors if not each.frozen))
+                self._baseline.expect(sum(source_bytes(each) for each in state.tensors if not each.frozen))
                 scanned = self._scan(line, zip(_first_paths(state), state.tensors, strict=True))
             else:
                 names: list[str] = []
@@ -291,7 +291,7 @@ class Scanner:
         results: list[_Scanned] = []
         for path, source in named:
             if one_at_a_time and not source.frozen:
-                self._baseline.expect(self._baseline.nbytes() + _size(source))
+                self._baseline.expect(self._baseline.nbytes() + source_bytes(source))
             results.append(self._submit(line, path, source))
             del source  # nothing may hold this tensor while a stream makes the next one
             if one_at_a_time:
@@ -358,7 +358,8 @@ class Scanner:
         return None if found is None else (layout.pack_id(found[0]), found[1])
 
 
-def _size(source: TensorSource) -> int:
+def source_bytes(source: TensorSource) -> int:
+    """Bytes of all elements."""
     return math.prod(source.shape) * dtype_of(source.dtype).itemsize
 
 

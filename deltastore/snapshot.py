@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from deltastore import canonical, checkout, tensors
+from deltastore import canonical, checkout, display, tensors
 from deltastore.chunk_reader import ChunkReader, ReadJob
 from deltastore.errors import IncompatibleStateError, IntegrityError, InvalidInputError, TensorNotFoundError, short_name
 from deltastore.files import CheckpointWriter
@@ -150,6 +150,15 @@ class Snapshot(Mapping[str, LazyTensor]):
 
     def __repr__(self) -> str:
         return f"Snapshot({self.commit.short_id} {short_name(self.commit.message, 60)!r}, {len(self)} tensors)"
+
+    def _repr_html_(self) -> str:
+        leaves = zip(self._version.names, self._version.leaves, strict=True)  # names may be ambiguous
+        found = (self._lazy(name, number) for name, (_, number) in leaves)
+        rows = ((each.name, each.dtype_name, display.shape(each.shape), each.nbytes) for each in found)
+        tensors = display.table(("tensor", "dtype", "shape", "bytes"), rows, len(self._version.names))
+        files = display.table(("file", "bytes"), self.files.items(), len(self.files))
+        size = f"{len(self._version.names)}, {display.human_bytes(self.nbytes)}"
+        return display.card(f"snapshot {self.commit.short_id}", [*self.commit.facts(), ("tensors", size)], tensors, files)
 
     @property
     def nbytes(self) -> int:
@@ -323,6 +332,7 @@ class Snapshot(Mapping[str, LazyTensor]):
         Raises:
             AlreadyExistsError: a file of these names is there and `overwrite` is not given.
             IncompatibleStateError: a dtype or name has no place in safetensors; names the tensor.
+            StoreFullError: there is too little space; nothing was written.
         """
         names = unique_leaf_names(self._version.structure.tree)
         entries = []
@@ -334,7 +344,10 @@ class Snapshot(Mapping[str, LazyTensor]):
                 "the plain values of this state (numbers, texts) are not part of the safetensors files; use state() to get them",
                 stacklevel=2,
             )
-        with CheckpointWriter(Path(directory), entries, max_shard_bytes=max_shard_bytes, overwrite=overwrite) as writer:
+        size = sum(self.files.values())
+        with CheckpointWriter(
+            Path(directory), entries, max_shard_bytes=max_shard_bytes, overwrite=overwrite, extra_bytes=size
+        ) as writer:
             self._read("save", (number for _, number in self._version.leaves), self._jobs_into_files(names, writer))
             for name in self.files:
                 writer.add_file(name, self.read_file(name))

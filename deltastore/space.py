@@ -8,11 +8,11 @@ from pathlib import Path
 
 from deltastore.errors import StoreFullError
 
-MIN_FREE = 4 << 20  # bytes that are left for others, the SQLite index and its journal among them
+MIN_FREE = 256 << 10  # bytes that stay free: the index and the log grow too
 
 # What a first commit takes of the raw bytes; the rest of the dtypes hardly shrink. Measured on trained weights, rounded up.
 FIRST_COMMIT_SHARE = {"bfloat16": 0.70, "float16": 0.70, "float32": 0.85}
-COMMIT_OVERHEAD = 64 << 10  # documents, manifests, the log entry
+COMMIT_OVERHEAD = 64 << 10  # bytes of documents, manifests and the log entry
 
 
 def free_bytes(path: str | os.PathLike[str]) -> int | None:

@@ -16,7 +16,7 @@ from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
-from deltastore import layout
+from deltastore import display, layout
 from deltastore.buckets import open_bucket
 from deltastore.canonical import utc_now
 from deltastore.errors import (
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from deltastore.pending import PendingCommit
     from deltastore.reflog import RefLog
     from deltastore.snapshot import Snapshot
-    from deltastore.stats import StoreStats
+    from deltastore.stats import DiskUsage, StoreStats
     from deltastore.verify import VerifyReport
     from deltastore.versions import Versions
 
@@ -184,6 +184,15 @@ class DeltaStore:
 
     def __repr__(self) -> str:
         return f"DeltaStore({self.address!r})"
+
+    def _repr_html_(self) -> str:
+        if self._closed:
+            return display.card(repr(self), [("state", "closed")])
+        refs = self._index.refs()
+        heads = self._index.commits(ref.commit_id for ref in refs[: display.ROWS])
+        messages = {id_: head.message.split("\n", 1)[0] for id_, head in heads.items()}
+        rows = ((ref.kind, ref.name, ref.commit_id[:12], messages.get(ref.commit_id)) for ref in refs)
+        return display.card(repr(self), [], display.table(("", "name", "commit", "message"), rows, len(refs)))
 
     # -- committing ---------------------------------------------------------------------------------------------------
 
@@ -355,6 +364,11 @@ class DeltaStore:
         self._settle()
         return self._history.log(revision, limit)
 
+    def list_history(self, *revisions: str, limit: int | None = None) -> list[Commit]:
+        """Commits of some revisions, or of all branches and tags, with all their ancestors, newest first, each once."""
+        self._settle()
+        return self._history.graph(revisions, limit)
+
     def get_commit(self, revision: str = "main") -> Commit:
         """The commit that a revision names."""
         self._settle()
@@ -400,6 +414,18 @@ class DeltaStore:
         from deltastore.stats import run_stats
 
         return run_stats(self._bucket, self._index)
+
+    def du(self, *revisions: str, limit: int | None = None) -> DiskUsage:
+        """What branches and tags take, each with its history; with revisions: each commit of their first-parent histories.
+
+        Args:
+            limit: at most so many commits of each revision.
+        """
+        self._settle()
+        from deltastore.stats import run_du
+
+        ids = [commit.id for revision in revisions for commit in self._history.log(revision, limit)]
+        return run_du(self._bucket, self._index, ids if revisions else None)
 
     # -- branches and tags ----------------------------------------------------------------------------------------------
 

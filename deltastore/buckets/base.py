@@ -98,6 +98,9 @@ class Bucket(Protocol):
     def delete(self, keys: Iterable[str]) -> None:
         """Remove objects; those that are not there are skipped."""
 
+    def free_bytes(self) -> int | None:
+        """Bytes that may still be written; None where there is no such limit or nobody can tell."""
+
     def close(self) -> None:
         """Give back connections and the like."""
 

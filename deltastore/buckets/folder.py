@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, cast
 
+from deltastore import space
 from deltastore.buckets.base import Capabilities, ObjectInfo, Upload, check_key, check_prefix
 from deltastore.buffers import as_memory
 from deltastore.errors import (
@@ -249,6 +250,10 @@ class FolderBucket:
         elif stat.S_ISDIR(info.st_mode):
             for entry in sorted(path.iterdir()):
                 yield from self._walk(f"{key}/{entry.name}")
+
+    def free_bytes(self) -> int | None:
+        """See `Bucket.free_bytes`: what the file system gives to those who are not root."""
+        return space.free_bytes(self.root)
 
     def close(self) -> None:
         """Nothing is held open."""

@@ -72,5 +72,8 @@ class MemoryBucket:
         for key in keys:
             self._objects.pop(check_key(key), None)
 
+    def free_bytes(self) -> None:
+        """None: memory has no limit that could be asked for."""
+
     def close(self) -> None:
         """Keeps everything: the same address opens it again."""

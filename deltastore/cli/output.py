@@ -18,10 +18,29 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Generic, TypeVar
 
+from deltastore.display import human_bytes, percent
+
+__all__ = [
+    "Column",
+    "Output",
+    "counted",
+    "escape",
+    "first_line",
+    "flush",
+    "human_bytes",
+    "human_time",
+    "json_text",
+    "percent",
+    "plain",
+    "print_error",
+    "print_error_document",
+    "print_notice",
+    "timestamp",
+]
+
 T = TypeVar("T")
 
 MIN_SHRUNK_WIDTH = 12  # a column that gives way keeps this many places
-UNITS = ("B", "kB", "MB", "GB", "TB", "PB", "EB")
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,18 +190,6 @@ def _encodable(text: str, encoding: str | None) -> str:
 def first_line(text: str) -> str:
     """The subject of a message."""
     return text.split("\n", 1)[0].rstrip("\r")
-
-
-def human_bytes(count: int) -> str:
-    """Bytes with three digits and a decimal unit: "6.02 MB"."""
-    size = float(count)
-    unit = 0
-    while size >= 999.5 and unit < len(UNITS) - 1:
-        size /= 1000
-        unit += 1
-    if unit == 0:
-        return f"{count} B"
-    return f"{size:.{max(0, 2 - int(math.log10(size)))}f} {UNITS[unit]}"
 
 
 def counted(count: int, singular: str, plural: str | None = None) -> str:

@@ -52,6 +52,19 @@ def ancestors(connection: Connection, commit_id: str, limit: int | None) -> list
     return sorted(_load(connection, newest).values(), key=lambda record: (record.height, record.seq), reverse=True)
 
 
+def history(connection: Connection, ids: Iterable[str], limit: int | None) -> list[CommitRecord]:
+    """The commits and all their ancestors, each once, by log entry from the newest: children before their parents."""
+    within: set[str] = set()
+    for batch in batches(dict.fromkeys(ids)):
+        within.update(connection.scalars(select(_ancestry(*batch).c.id)))
+    c = commit_.c
+    queries = (select(c.epoch, c.seq, c.id).where(c.id.in_(batch)) for batch in batches(within))
+    places = sorted((tuple(row) for query in queries for row in connection.execute(query)), reverse=True)
+    newest = [place[2] for place in places[: None if limit is None else max(0, limit)]]
+    found = commits(connection, newest)
+    return [found[id_] for id_ in newest]
+
+
 def is_ancestor(connection: Connection, old: str, new: str) -> bool:
     """Whether `old` is `new` or one of its ancestors."""
     ancestry = _ancestry(new)
@@ -85,9 +98,10 @@ def _first_parent_chain(commit_id: str, bound: int) -> CTE:
     return chain.union_all(step)
 
 
-def _ancestry(commit_id: str) -> CTE:
-    """The ids of the commit and all its ancestors."""
-    ancestry = select(literal(commit_id).label("id")).cte("ancestry", recursive=True)
+def _ancestry(*ids: str) -> CTE:
+    """The ids of the commits and all their ancestors."""
+    start = select(literal(ids[0]).label("id")) if len(ids) == 1 else select(commit_.c.id).where(commit_.c.id.in_(ids))
+    ancestry = start.cte("ancestry", recursive=True)
     return ancestry.union(select(commit_parent.c.parent_id).where(commit_parent.c.commit_id == ancestry.c.id))
 
 

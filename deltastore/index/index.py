@@ -10,10 +10,11 @@ from types import TracebackType
 from sqlalchemy import false, select, update
 
 from deltastore.errors import AlreadyExistsError, IndexSchemaError, IntegrityError, InvalidInputError
-from deltastore.index import embedded, graph, objects, publish
+from deltastore.index import embedded, graph, objects, publish, usage
 from deltastore.index.database import BUSY_SECONDS, RECOVERY, Database
 from deltastore.index.records import (
     CommitRecord,
+    CommitShare,
     Meta,
     ObjectKind,
     ObjectRecord,
@@ -171,6 +172,16 @@ class Index:
         with self._database.read() as connection:
             return graph.ancestors(connection, commit_id, limit)
 
+    def history(self, ids: Iterable[str], limit: int | None = None) -> list[CommitRecord]:
+        """These commits and all their ancestors, each once, newest log entry first: children come before their parents."""
+        with self._database.read() as connection:
+            return graph.history(connection, ids, limit)
+
+    def parents(self) -> dict[str, tuple[str, ...]]:
+        """The parents of every commit, forgotten ones among them; commits in the order of the log."""
+        with self._database.read() as connection:
+            return usage.parents(connection)
+
     def is_ancestor(self, old: str, new: str) -> bool:
         """Whether `old` is `new` or an ancestor of it."""
         with self._database.read() as connection:
@@ -219,10 +230,25 @@ class Index:
         with self._database.read() as connection:
             return objects.object_totals(connection)
 
-    def structure_use(self) -> list[tuple[str, int]]:
-        """(key, number of commits that have it) of every structure."""
+    def structures(self) -> dict[str, str]:
+        """The key of the structure of every commit, by commit id."""
         with self._database.read() as connection:
-            return objects.structure_use(connection)
+            return usage.structures(connection)
+
+    def commit_shares(self) -> dict[str, CommitShare]:
+        """What every commit added and what only it needs, in bytes, by commit id in the order of the log."""
+        with self._database.read() as connection:
+            return usage.commit_shares(connection)
+
+    def stored_bytes(self, ids: Iterable[str]) -> dict[str, int]:
+        """The bytes of all objects that each of the commits needs, shared ones in full."""
+        with self._database.read() as connection:
+            return usage.stored_bytes(connection, ids)
+
+    def needed_objects(self, ids: Iterable[str]) -> dict[int, int]:
+        """Row number and bytes of every object that any of the commits needs."""
+        with self._database.read() as connection:
+            return usage.needed_objects(connection, ids)
 
     def open_session(
         self,

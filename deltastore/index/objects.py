@@ -82,19 +82,6 @@ def objects_of_commit(connection: Connection, commit_id: str) -> list[str]:
     return list(connection.scalars(query))
 
 
-def structure_use(connection: Connection) -> list[tuple[str, int]]:
-    """(key, commits that have it) of every structure."""
-    query = (
-        select(object_.c.key, func.count())
-        .join(edge, edge.c.target_id == object_.c.id)
-        .join(commit_, commit_.c.object_id == edge.c.source_id)
-        .where(object_.c.kind == "structure")
-        .group_by(object_.c.key)
-        .order_by(object_.c.key)
-    )
-    return [(key, count) for key, count in connection.execute(query)]
-
-
 def object_totals(connection: Connection) -> list[ObjectTotals]:
     """Count and bytes per kind and state."""
     c = object_.c

@@ -90,6 +90,14 @@ class ObjectTotals:
 
 
 @dataclass(frozen=True, slots=True)
+class CommitShare:
+    """The part of a commit in what is stored, in bytes: of objects that came with it, and of those only it needs."""
+
+    added: int
+    unique: int
+
+
+@dataclass(frozen=True, slots=True)
 class OplogRecord:
     """A log entry: `body` are its exact bytes, `commit_key` the bucket key that it is a copy of, if any."""
 

@@ -45,6 +45,15 @@ def test_ancestors(merged):
     assert numbers(merged.ancestors(id_of(3))) == [3, 1]
 
 
+def test_history_of_several_commits(merged, commit):
+    commit(6, 2, ref="other", expected_head=None, height=3)
+    assert numbers(merged.history([id_of(5), id_of(6)])) == [6, 5, 4, 3, 2, 1]
+    assert numbers(merged.history([id_of(6), id_of(3)])) == [6, 3, 2, 1]
+    assert numbers(merged.history([id_of(6), id_of(5)], limit=2)) == [6, 5]
+    assert numbers(merged.history([id_of(5)])) == [5, 4, 3, 2, 1]
+    assert merged.history([]) == merged.history([id_of(99)]) == merged.history([id_of(5)], limit=0) == []
+
+
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [(1, 5, True), (3, 5, True), (5, 5, True), (5, 1, False), (2, 3, False), (9, 5, False), (1, 9, False)],
@@ -95,13 +104,6 @@ def test_ref_snapshot_is_of_one_moment(merged):
     assert (state.epoch, state.seq) == (1, 5)
     assert [(ref.name, ref.commit_id) for ref in state.refs] == [("main", id_of(5)), ("side", id_of(3))]
     assert numbers(state.commits) == [4, 5]
-
-
-def test_structure_use(index, commit):
-    commit(1, None, (("structures/a", "structure", 1), ("packs/a", "pack", 1)))
-    commit(2, 1, edges=(("commits/2", "structures/a"),))
-    commit(3, 2, (("structures/b", "structure", 1),))
-    assert index.structure_use() == [("structures/a", 2), ("structures/b", 1)]
 
 
 class TestMetadata:
