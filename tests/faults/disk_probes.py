@@ -7,8 +7,11 @@ import ctypes
 import os
 import resource
 import signal
+import subprocess
+import sys
 import tempfile
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,7 +47,7 @@ def commit_above_size_limit(folder: str) -> None:
 def commit_on_a_small_file_system(mount_point: str) -> bool:
     """A file system of 2 MiB that fills up: the commit is refused, and works when there is room. False: can't mount."""
     Path(mount_point).mkdir()
-    if not _mount_small(mount_point):
+    if not _mount_small(mount_point, "2m"):
         return False
     folder = f"{mount_point}/store"
     prepare(folder, 3)
@@ -61,6 +64,54 @@ def commit_on_a_small_file_system(mount_point: str) -> bool:
     return True
 
 
+def commit_more_than_fits(mount_point: str) -> bool:
+    """10 MB of disk and 20 MB to commit: refused before anything is written, and a run may go on. False: can't mount."""
+    Path(mount_point).mkdir()
+    if not _mount_small(mount_point, "10m"):
+        return False
+    folder = f"{mount_point}/store"
+    prepare(folder, 3)
+    with _noise(20_000_000) as path, DeltaStore(folder) as store:
+        before = _files(folder)
+        _assert_refused_as_full(store, path, branch="new")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert store.commit(path, "too large", branch="new", on_full="warn") is None
+        assert ["too large was not committed" in str(each.message) for each in caught] == [True]
+        pending = store.commit(path, branch="new", wait=False, on_full="warn")
+        assert pending.phase == "failed"
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            commit_next(store)
+        assert ["could not be stored" in str(each.message) for each in caught] == [True]
+        grown = _files(folder) - before
+        assert not {name for name in grown if name.startswith("packs/") and grown[name] > 100_000}
+        _assert_refused_as_full(store, path)  # on a branch that has commits it is found out by writing
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            later = [store.commit(path, wait=False, on_full="warn"), store.commit(path, wait=False, on_full="warn")]
+            for each in later:
+                try:
+                    each.result()
+                except StoreFullError:
+                    continue
+                raise AssertionError("a background commit that can't fit was not refused")
+        assert not caught  # `result` told
+        commit_next(store)
+        assert_all_exact(store)
+        assert_log_dense(store)
+        command = [sys.executable, "-m", "deltastore", "-s", folder, "commit", str(path), "-b", "other"]
+        assert subprocess.run(command, capture_output=True, check=False).returncode == 14
+    return True
+
+
+def _files(folder: str) -> Counter[str]:
+    """Sizes of all files of a store by relative name, but for those of SQLite."""
+    root = Path(folder)
+    found = {str(path.relative_to(root)): path.stat().st_size for path in root.rglob("*") if path.is_file()}
+    return Counter({name: size for name, size in found.items() if not name.startswith("index.sqlite")})
+
+
 @contextlib.contextmanager
 def _noise(size: int) -> Iterator[Path]:
     """A file with a tensor of so many bytes that don't compress."""
@@ -70,18 +121,18 @@ def _noise(size: int) -> Iterator[Path]:
         yield path
 
 
-def _assert_refused_as_full(store: DeltaStore, path: Path) -> None:
+def _assert_refused_as_full(store: DeltaStore, path: Path, branch: str = "main") -> None:
     refs = refs_of_open(store)
     refusal = ""
     try:
-        store.commit(path)
+        store.commit(path, branch=branch)
     except StoreFullError as error:
         refusal = str(error)
-    assert store.address in refusal, f"a commit that can't fit was not refused, or without a word where: {refusal!r}"
+    assert str(store.address) in refusal, f"a commit that can't fit was not refused, or without a word where: {refusal!r}"
     assert refs_of_open(store) == refs
 
 
-def _mount_small(mount_point: str) -> bool:
+def _mount_small(mount_point: str, size: str) -> bool:
     """Mount a file system that only this process sees: as root, or as root of a user namespace of its own."""
     libc = ctypes.CDLL(None, use_errno=True)
     new_mounts, new_users = 0x00020000, 0x10000000  # CLONE_NEWNS, CLONE_NEWUSER
@@ -98,7 +149,7 @@ def _mount_small(mount_point: str) -> bool:
     recursive_private = 0x4000 | 0x40000  # MS_REC | MS_PRIVATE: nothing of this is seen outside
     return bool(
         libc.mount(b"none", b"/", None, recursive_private, None) == 0
-        and libc.mount(b"tmpfs", os.fsencode(mount_point), b"tmpfs", 0, b"size=2m") == 0
+        and libc.mount(b"tmpfs", os.fsencode(mount_point), b"tmpfs", 0, f"size={size}".encode()) == 0
     )
 
 

@@ -5,7 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from disk_probes import commit_above_size_limit, commit_on_a_small_file_system, fail_at_calls
+from disk_probes import (
+    commit_above_size_limit,
+    commit_more_than_fits,
+    commit_on_a_small_file_system,
+    fail_at_calls,
+)
 from kill_probes import list_calls
 from tiny_store import prepare
 from warm_process import WarmProcess
@@ -17,6 +22,11 @@ def test_a_limit_on_the_size_of_files(warm: WarmProcess, work: Path) -> None:
 
 def test_a_small_file_system(warm: WarmProcess, work: Path) -> None:
     if not warm.call(commit_on_a_small_file_system, mount_point=work / "disk"):
+        pytest.skip("this user may not mount a file system in a namespace of its own")
+
+
+def test_more_than_fits(warm: WarmProcess, work: Path) -> None:
+    if not warm.call(commit_more_than_fits, mount_point=work / "disk"):
         pytest.skip("this user may not mount a file system in a namespace of its own")
 
 
