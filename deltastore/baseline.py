@@ -29,20 +29,30 @@ class TensorBaseline:
 
     Attributes:
         data: uint8[nbytes], or None when no copy is kept.
+        frozen: whether the tensor is said not to change.
+        changed: whether one without a copy has changed since the last scan.
     """
 
-    __slots__ = ("_chunk_bytes", "_fingerprints", "data")
+    __slots__ = ("_chunk_bytes", "_fingerprints", "changed", "data", "frozen")
 
-    def __init__(self, data: Array | None, chunk_bytes: int, fingerprints: list[Fingerprint | None]) -> None:
+    def __init__(self, data: Array | None, chunk_bytes: int, fingerprints: list[Fingerprint | None], *, frozen: bool) -> None:
         self.data = data
+        self.frozen = frozen
+        self.changed = False
         self._chunk_bytes = chunk_bytes
         self._fingerprints = fingerprints
 
-    def fits(self, nbytes: int, chunk_bytes: int, chunks: int, *, copied: bool) -> bool:
+    def fits(self, nbytes: int, chunk_bytes: int, chunks: int, *, copied: bool, frozen: bool) -> bool:
         """Whether this baseline has the shape that a tensor needs."""
         size = nbytes if self.data is None else len(self.data)
         has_copy = self.data is not None
-        return has_copy == copied and size == nbytes and self._chunk_bytes == chunk_bytes and len(self._fingerprints) == chunks
+        return (
+            self.frozen == frozen
+            and has_copy == copied
+            and size == nbytes
+            and self._chunk_bytes == chunk_bytes
+            and len(self._fingerprints) == chunks
+        )
 
     def chunk(self, index: int) -> Array | None:
         """The private copy of a chunk, to compare with and to overwrite; None when none is kept."""
@@ -119,13 +129,18 @@ class Baseline:
     def tensor(self, path: StoredPath, nbytes: int, chunk_bytes: int, chunks: int, *, frozen: bool) -> TensorBaseline:
         """The baseline of a tensor, made empty when there is none of this size."""
         copied = not frozen and self.place != "none"
-        found = self._tensors.get(path) or self._left_over(path)
-        if found is None or not found.fits(nbytes, chunk_bytes, chunks, copied=copied):
+        found = self._tensors.get(path) or self._left_over(path, frozen=frozen)
+        if found is None or not found.fits(nbytes, chunk_bytes, chunks, copied=copied, frozen=frozen):
             self._tensors.pop(path, None)
             data = self._allocate(nbytes) if copied else None
-            found = TensorBaseline(data, chunk_bytes, [None] * chunks)
+            found = TensorBaseline(data, chunk_bytes, [None] * chunks, frozen=frozen)
+        found.changed = False
         self._tensors[path] = found
         return found
+
+    def changed_frozen(self) -> list[StoredPath]:
+        """Tensors that are said not to change, and have since the last commit."""
+        return [path for path, each in self._tensors.items() if each.frozen and each.changed]
 
     def retain(self, paths: set[StoredPath]) -> None:
         """Drop the copies of tensors that the last commit did not have."""
@@ -152,10 +167,10 @@ class Baseline:
 
     # -- memory ---------------------------------------------------------------------------------------------------------
 
-    def _left_over(self, path: StoredPath) -> TensorBaseline | None:
+    def _left_over(self, path: StoredPath, *, frozen: bool) -> TensorBaseline | None:
         """What an earlier process left of a tensor."""
         kept = None if self._file is None else self._file.take(path_bytes(path).decode())
-        return None if kept is None else TensorBaseline(kept.data, kept.chunk_bytes, list(kept.fingerprints))
+        return None if kept is None else TensorBaseline(kept.data, kept.chunk_bytes, list(kept.fingerprints), frozen=frozen)
 
     def _allocate(self, nbytes: int) -> Array | None:
         if self._file is not None:

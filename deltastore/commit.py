@@ -40,7 +40,8 @@ from deltastore.reflog import RefLog
 from deltastore.scanner import Content, Scanner, State, source_bytes
 from deltastore.space import estimate_commit_bytes, refuse_if_full
 from deltastore.spool import Spool
-from deltastore.state import FlatState
+from deltastore.state import FlatState, path_name
+from deltastore.stored_path import FilePath
 from deltastore.versions import Version, Versions
 from deltastore.workers import run_in_thread
 
@@ -117,6 +118,7 @@ class Committer:
             self._check_space(work, state)
             try:
                 content = work.scanner.run(state, request.files)
+                self._warn_of_changed_frozen()
                 return self._publish(work, content, lambda _: None)[0]
             except BaseException:
                 work.writer.abandon()
@@ -152,6 +154,7 @@ class Committer:
                 self._pending.remove(pending)
                 thread.join()
                 raise
+            self._warn_of_changed_frozen()
             return pending
 
     def failed(self, request: CommitRequest, error: StoreFullError) -> PendingCommit:
@@ -249,6 +252,18 @@ class Committer:
             recent.append(sum(pack.size for pack in packs))
         self._newest = commit.id
         return commit, version
+
+    def _warn_of_changed_frozen(self) -> None:
+        """A base model under adapters drifts when these are merged into it and taken out again: nobody would notice."""
+        changed = self._baseline.changed_frozen()
+        if changed:
+            names = ", ".join(short_name(path_name(path)) for path in changed[:3] if not isinstance(path, FilePath))
+            more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+            warnings.warn(
+                f"parameters that do not require gradients have changed since the last commit: {names}{more}; they are "
+                "committed as they are now. Adapters that were merged into them and taken out again leave such changes",
+                stacklevel=4,
+            )
 
     # -- pending commits --------------------------------------------------------------------------------------------------
 

@@ -151,6 +151,8 @@ class ChunkEncoder:
         if own is None:
             if known is not None and fast_digest(live) == known:
                 return Scan(chunk, None, None, private=True)
+            if known is not None:
+                baseline.changed = True
             copy = self._scratch("copy", chunk.length)
             np.copyto(copy, live)
             return Scan(chunk, copy, None, private=False)

@@ -105,11 +105,20 @@ def test_frozen_parameters_cost_one_read_and_no_copy(
     assert not traffic.read_keys("packs/")
     with torch.no_grad():
         model[0].weight.view(torch.int32)[5, 5] += 1  # somebody changes it nevertheless
-    store.commit(model)
+    with pytest.warns(UserWarning, match=r"do not require gradients have changed .*: 0\.weight"):
+        store.commit(model)
     assert {name: raw(t) for name, t in store.checkout().load().items()} == {n: raw(t) for n, t in model.state_dict().items()}
     assert store.diff("main~1", "main").changed_elements == 1
     packs = [size for key, size in added(folder, before).items() if key.startswith("packs/")]
     assert sum(packs) < 10_000  # stored as a delta
+    model[0].weight.requires_grad_(requires_grad=True)
+    with torch.no_grad():
+        model[0].weight.view(torch.int32)[6, 5] += 1
+    store.commit(model)
+    model[0].weight.requires_grad_(requires_grad=False)  # what it learnt before that is no surprise
+    with torch.no_grad():
+        model[0].weight.view(torch.int32)[7, 5] += 1
+    store.commit(model)
     model[0].weight.requires_grad_(requires_grad=True)
     store.commit(model)
     assert baseline.nbytes() == (1_100_000 + 1000) * 4
