@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from deltastore.diff import Diff, TensorDiff
     from deltastore.errors import DeltaStoreError
     from deltastore.history import Commit
+    from deltastore.layers import LayerChange, LayerHistory
     from deltastore.snapshot import LazyTensor, Snapshot
     from deltastore.stats import DiskUsage, Forecast, StoreStats, Usage
     from deltastore.store import DeltaStore, Ref
@@ -30,6 +31,8 @@ __all__ = [
     "Diff",
     "DiskUsage",
     "Forecast",
+    "LayerChange",
+    "LayerHistory",
     "LazyTensor",
     "Problem",
     "Ref",
@@ -49,6 +52,8 @@ _HOMES = {
     "Diff": "diff",
     "DiskUsage": "stats",
     "Forecast": "stats",
+    "LayerChange": "layers",
+    "LayerHistory": "layers",
     "LazyTensor": "snapshot",
     "Problem": "verify",
     "Ref": "store",

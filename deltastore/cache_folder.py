@@ -84,7 +84,7 @@ def lock_entry(folder: Path, *, create: bool = True) -> EntryLock | None:
     """Take an entry for this process, without waiting.
 
     Args:
-        folder: made when it is missing, unless `create` is False.
+        folder: made when it is missing. With `create=False` it must be there, and taking it does not count as use.
 
     Returns:
         The lock. None when another process, or another lock of this one, has it; when the entry is missing and `create` is
@@ -101,7 +101,9 @@ def lock_entry(folder: Path, *, create: bool = True) -> EntryLock | None:
         try:
             if create:
                 folder.mkdir(parents=True, exist_ok=True)
-            file = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o666)
+            elif not folder.is_dir():
+                return None
+            file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_CREAT, 0o666)
         except FileNotFoundError:
             if create:  # deleted between the two calls
                 continue
@@ -111,7 +113,8 @@ def lock_entry(folder: Path, *, create: bool = True) -> EntryLock | None:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_same(file, path):
-                os.utime(file)  # the time of the last use
+                if create:
+                    os.utime(file)  # the time of the last use
                 return EntryLock(folder, file)
         except OSError as error:
             os.close(file)

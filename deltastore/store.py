@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from deltastore.commit import Committer
     from deltastore.diff import Diff
     from deltastore.pending import PendingCommit
+    from deltastore.layers import LayerHistory
     from deltastore.reflog import RefLog
     from deltastore.snapshot import Snapshot
     from deltastore.stats import DiskUsage, StoreStats
@@ -426,6 +427,20 @@ class DeltaStore:
 
         ids = [commit.id for revision in revisions for commit in self._history.log(revision, limit)]
         return run_du(self._bucket, self._index, ids if revisions else None)
+
+    def layer_history(self, revision: str = "main", *, limit: int = 50, seconds: float = 60) -> LayerHistory:
+        """Which share of each layer changed with each of the last commits. Reads the chunks that changed.
+
+        Args:
+            limit: at most so many commits.
+            seconds: stop going back in the history after this time.
+        """
+        self._check_open()
+        from deltastore.layers import run_layer_history
+
+        commits = self._history.log(revision, limit)
+        with progress_bar("compare", len(commits), unit="commit") as done:
+            return run_layer_history(self._reader, self._versions, commits, seconds=seconds, progress=done)
 
     # -- branches and tags ----------------------------------------------------------------------------------------------
 

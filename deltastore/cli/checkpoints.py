@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,25 +10,12 @@ import click
 
 from deltastore.cli.history import commit_document
 from deltastore.cli.output import counted, first_line, human_bytes
+from deltastore.cli.quantities import parse_size
 from deltastore.cli.settings import Settings, global_options
 from deltastore.errors import AlreadyExistsError, RefConflictError
 
 if TYPE_CHECKING:
     from deltastore.store import DeltaStore
-
-_SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[KMGT]?)(?P<binary>I?)B?", re.IGNORECASE)
-
-
-def _parse_size(context: click.Context, parameter: click.Parameter, text: str) -> int:
-    """Bytes from "5GB" (decimal), "5GiB" (binary) or a plain number."""
-    match = _SIZE.fullmatch(text.strip())
-    if match is None or (match["binary"] and not match["unit"]):
-        raise click.BadParameter(f"{text!r} is not a size; write 5GB, 500MiB or a number of bytes", context, parameter)
-    base = 1024 if match["binary"] else 1000
-    size = int(float(match["number"]) * base ** " KMGT".index(match["unit"].upper() or " "))
-    if size < 1:
-        raise click.BadParameter(f"{text!r} is less than a byte", context, parameter)
-    return size
 
 
 def _parse_metadata(context: click.Context, parameter: click.Parameter, pairs: tuple[str, ...]) -> dict[str, Any]:
@@ -147,7 +133,7 @@ def _print_commit_plan(
 @click.argument("destination", metavar="DEST", type=click.Path(path_type=Path))
 @click.option("--overwrite", is_flag=True, help="Replace weight files and files of the same names; others are left.")
 @click.option(
-    "--max-shard-size", callback=_parse_size, default="5GB", show_default=True, metavar="SIZE", help="Largest weight file."
+    "--max-shard-size", callback=parse_size, default="5GB", show_default=True, metavar="SIZE", help="Largest weight file."
 )
 @global_options(writes=True)
 @click.pass_obj

@@ -4,19 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from deltastore.cli.output import Column, Output, counted, first_line, human_bytes, human_time, json_text, timestamp
-from deltastore.cli.settings import Settings, global_options
+from deltastore.cli.output import (
+    Column,
+    Output,
+    bar,
+    counted,
+    cut,
+    first_line,
+    human_bytes,
+    human_time,
+    json_text,
+    percent,
+    print_notice,
+    terminal_width,
+    timestamp,
+)
+from deltastore.cli.settings import Settings, global_options, plot_option
 
 if TYPE_CHECKING:
     from deltastore.diff import Diff
     from deltastore.history import Commit
+    from deltastore.layers import LayerChange
     from deltastore.snapshot import Snapshot
 
 DIFFERENCES = 20
+MIN_BAR_WIDTH, MAX_BAR_WIDTH = 8, 50
 
 
 def commit_document(commit: Commit) -> dict[str, Any]:
@@ -41,19 +58,23 @@ def metadata_text(metadata: dict[str, Any]) -> str:
 
 
 @click.command("log")
-@click.argument("revision", metavar="[REV]", default="main")
+@click.argument("revisions", metavar="[REV]...", nargs=-1)
 @click.option("-n", "--limit", type=click.IntRange(min=0), metavar="N", help="At most so many commits.")
 @click.option("--oneline", is_flag=True, help="Short id and subject only.")
+@click.option("--graph", is_flag=True, help="Draw the history of all REVs (all branches and tags), merges and all.")
 @global_options()
 @click.pass_obj
-def log_command(settings: Settings, revision: str, limit: int | None, oneline: bool) -> None:
+def log_command(settings: Settings, revisions: tuple[str, ...], limit: int | None, oneline: bool, graph: bool) -> None:
     """List the history of REV (main), newest commit first.
 
-    Into a pipe: id, time, author, message and metadata as JSON, separated by tabs.
+    Into a pipe: id, time, author, message and metadata as JSON, separated by tabs; with --graph the drawing before them.
     """
+    if len(revisions) > 1 and not graph:
+        raise click.UsageError("several revisions need --graph; without it the history of one is listed")
     output = settings.output()
     with settings.open_store() as store:
-        commits = store.list_commits(revision, limit)
+        one = revisions[0] if revisions else "main"
+        commits = store.list_history(*revisions, limit=limit) if graph else store.list_commits(one, limit)
         refs: dict[str, list[str]] = {}
         for ref in store.list_refs():
             refs.setdefault(ref.commit_id, []).append(ref.name if ref.kind == "branch" else f"tag: {ref.name}")
@@ -61,16 +82,39 @@ def log_command(settings: Settings, revision: str, limit: int | None, oneline: b
         output.document([commit_document(commit) for commit in commits])
     elif output.quiet:
         output.lines(commit.id for commit in commits)
+    elif graph:
+        _print_graph(output, commits, refs, oneline)
     elif oneline:
         for commit in commits:
-            names = f"({', '.join(refs[commit.id])}) " if commit.id in refs else ""
-            output.line(f"{commit.short_id} {names}{first_line(commit.message)}".rstrip())
+            output.line(_oneline(commit, refs))
     elif output.verbose:
         for commit in commits:
             _print_commit(output, commit, refs.get(commit.id, []))
             output.line()
     else:
         output.table(_log_columns(refs), commits)
+
+
+def _oneline(commit: Commit, refs: dict[str, list[str]]) -> str:
+    names = f"({', '.join(refs[commit.id])}) " if commit.id in refs else ""
+    return f"{commit.short_id} {names}{first_line(commit.message)}".rstrip()
+
+
+def _print_graph(output: Output, commits: Sequence[Commit], refs: dict[str, list[str]], oneline: bool) -> None:
+    from deltastore.cli.graph import draw
+
+    width = terminal_width() if output.terminal else None
+    columns = _log_columns(refs)
+    following = iter(commits)
+    for drawing, is_commit in draw((commit.id, commit.parents) for commit in commits):
+        if not is_commit:
+            output.line(drawing)
+            continue
+        commit = next(following)
+        if width is None and not oneline:
+            output.fields(drawing, *(column.plain(commit) for column in columns))
+            continue
+        output.line(cut(f"{drawing} {_oneline(commit, refs)}", width))
 
 
 def _log_columns(refs: dict[str, list[str]]) -> list[Column[Commit]]:
@@ -116,9 +160,10 @@ class _Tensor:
 
 @click.command("show")
 @click.argument("revision", metavar="[REV]", default="main")
+@plot_option("Draw the changed share and the size of each layer: a .png, .svg or .pdf file.")
 @global_options()
 @click.pass_obj
-def show_command(settings: Settings, revision: str) -> None:
+def show_command(settings: Settings, revision: str, plot: Path | None) -> None:
     """Show the commit REV (main): its message, tensors and files.
 
     Into a pipe, each line begins with what it is, and then has, separated by tabs: `commit` id, `parent` id, `author`,
@@ -128,6 +173,11 @@ def show_command(settings: Settings, revision: str) -> None:
     with settings.open_store() as store:
         snapshot = store.checkout(revision)
         tensors = _tensors(snapshot)
+        if plot is not None:
+            from deltastore.cli.pictures import plot_commit
+
+            plot_commit(store, snapshot, plot)
+            print_notice(settings.json, "plot", f"wrote {plot}")
     commit, files = snapshot.commit, snapshot.files
     if output.as_json:
         rows = [
@@ -205,26 +255,34 @@ def _print_fields(output: Output, commit: Commit, tensors: list[_Tensor], files:
 @click.command("diff")
 @click.argument("before", metavar="A")
 @click.argument("after", metavar="B")
-@click.option("--stat", is_flag=True, help="The totals only.")
+@click.option("--stat", is_flag=True, help="A line with a bar for each layer, and the totals.")
+@click.option("--depth", type=click.IntRange(min=1), metavar="N", help="With --stat: a layer is the first N parts of a name.")
 @click.option("--exit-code", is_flag=True, help=f"Exit with {DIFFERENCES} when there are differences.")
 @global_options()
 @click.pass_obj
-def diff_command(settings: Settings, before: str, after: str, stat: bool, exit_code: bool) -> int:
+def diff_command(settings: Settings, before: str, after: str, stat: bool, depth: int | None, exit_code: bool) -> int:
     """Show what changed from revision A to revision B, per tensor and file.
 
-    Into a pipe: what happened, name, before, after, changed elements, all elements, bytes of changed chunks.
+    Into a pipe: what happened, name, before, after, changed elements, all elements, bytes of changed chunks. With --stat:
+    layer, changed elements, all elements, bytes of changed chunks, and how many of its tensors differ.
     """
+    if depth is not None and not stat:
+        raise click.UsageError("--depth belongs to --stat")
     output = settings.output()
+    layers: list[LayerChange] = []
     with settings.open_store() as store:
         diff = store.diff(before, after)
+        if stat:
+            from deltastore.layers import layer_changes, named_elements
+
+            layers = layer_changes(diff, named_elements(store.checkout(diff.after.id)._version), depth)
     if output.as_json:
-        output.document(_diff_document(diff, stat))
+        output.document(_diff_document(diff, layers if stat else None))
     elif output.quiet:
-        output.lines(change.name for change in _changes(diff))
+        output.lines((layer.name for layer in layers) if stat else (change.name for change in _changes(diff)))
     else:
-        if not stat:
-            output.table(_DIFF_COLUMNS, _changes(diff))
-        if stat or output.terminal:
+        output.table(_layer_columns(layers, output), layers) if stat else output.table(_DIFF_COLUMNS, _changes(diff))
+        if output.terminal or (stat and not layers):
             output.line(_diff_summary(diff))
     return DIFFERENCES if exit_code and diff else 0
 
@@ -265,11 +323,7 @@ def _side_text(side: tuple[str, tuple[int, ...]] | None) -> str:
 def _changed_text(change: _Change) -> str:
     if change.changed is None or change.elements is None:
         return ""
-    return f"{change.changed} ({_percent(change.changed, change.elements)})"
-
-
-def _percent(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.3g} %" if whole else "0 %"
+    return f"{change.changed} ({percent(change.changed, change.elements)})"
 
 
 def _figure(value: int | None) -> str:
@@ -303,10 +357,10 @@ def _totals(diff: Diff) -> dict[str, Any]:
     }
 
 
-def _diff_document(diff: Diff, stat: bool) -> dict[str, Any]:
+def _diff_document(diff: Diff, layers: Sequence[LayerChange] | None) -> dict[str, Any]:
     document: dict[str, Any] = {"before": diff.before.id, "after": diff.after.id, "totals": _totals(diff)}
-    if stat:
-        return document
+    if layers is not None:
+        return document | {"layers": [{field: getattr(layer, field) for field in _LAYER_FIELDS} for layer in layers]}
     tensors = [
         {
             "name": each.name,
@@ -320,6 +374,24 @@ def _diff_document(diff: Diff, stat: bool) -> dict[str, Any]:
         for each in diff.tensors
     ]
     return document | {"tensors": tensors, "files": [{"name": each.name, "status": each.status} for each in diff.files]}
+
+
+_LAYER_FIELDS = ("name", "changed_elements", "elements", "changed_bytes", "tensors")
+
+
+def _layer_columns(layers: Sequence[LayerChange], output: Output) -> list[Column[LayerChange]]:
+    """The bars take what the other columns leave of the line; the longest is that of the largest share."""
+    columns: list[Column[LayerChange]] = [
+        Column("LAYER", lambda each: each.name, shrink=True),
+        Column("CHANGED", lambda each: str(each.changed_elements), lambda each: f"{100 * each.share:.3g} %", right=True),
+        Column("ELEMENTS", lambda each: str(each.elements), right=True),
+        Column("IN CHUNKS OF", lambda each: str(each.changed_bytes), lambda each: human_bytes(each.changed_bytes), right=True),
+    ]
+    if not output.terminal:
+        return [*columns, Column("TENSORS", lambda each: str(each.tensors))]
+    largest = max((layer.share for layer in layers), default=0.0)
+    width = max(MIN_BAR_WIDTH, min(MAX_BAR_WIDTH, terminal_width() - 42 - max((len(layer.name) for layer in layers), default=0)))
+    return [*columns, Column("", lambda each: bar(each.share / largest if largest else 0.0, width))]
 
 
 def _side_document(side: tuple[str, tuple[int, ...]] | None) -> dict[str, Any] | None:
@@ -338,6 +410,6 @@ def _diff_summary(diff: Diff) -> str:
         return parts[0]
     changed, elements = totals["changed_elements"], totals["elements"]
     return (
-        f"{', '.join(parts)}; {counted(changed, 'element')} of {elements} ({_percent(changed, elements)}), "
+        f"{', '.join(parts)}; {counted(changed, 'element')} of {elements} ({percent(changed, elements)}), "
         f"in chunks of {human_bytes(totals['changed_bytes'])}"
     )

@@ -34,6 +34,8 @@ COMMANDS = {
     "tag": "refs",
     "verify": "stores",
     "stats": "stores",
+    "du": "stores",
+    "cache": "cache",
     "index": "index",
 }
 

@@ -23,7 +23,9 @@ from deltastore.display import human_bytes, percent
 __all__ = [
     "Column",
     "Output",
+    "bar",
     "counted",
+    "cut",
     "escape",
     "first_line",
     "flush",
@@ -35,11 +37,13 @@ __all__ = [
     "print_error",
     "print_error_document",
     "print_notice",
+    "terminal_width",
     "timestamp",
 ]
 
 T = TypeVar("T")
 
+BLOCKS = "▏▎▍▌▋▊▉█"
 MIN_SHRUNK_WIDTH = 12  # a column that gives way keeps this many places
 
 
@@ -101,7 +105,7 @@ class Output:
             return
         titles = [column.title for column in columns]
         widths = [max(map(_width, cells)) for cells in zip(titles, *rows, strict=True)]
-        _shrink(widths, columns, shutil.get_terminal_size().columns - len(indent))
+        _shrink(widths, columns, terminal_width() - len(indent))
         for cells in [titles, *rows]:
             padded = [_pad(cell, width, column.right) for cell, width, column in zip(cells, widths, columns, strict=True)]
             self._write((indent + "  ".join(padded)).rstrip())
@@ -180,11 +184,15 @@ def escape(text: str) -> str:
 def _encodable(text: str, encoding: str | None) -> str:
     """Text that a stream of this encoding takes."""
     encoding = encoding or "utf-8"
+    return text if _fits(text, encoding) else text.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def _fits(text: str, encoding: str | None) -> bool:
     try:
-        text.encode(encoding)
+        text.encode(encoding or "utf-8")
     except UnicodeEncodeError:
-        return text.encode(encoding, "backslashreplace").decode(encoding)
-    return text
+        return False
+    return True
 
 
 def first_line(text: str) -> str:
@@ -204,16 +212,30 @@ def _width(text: str) -> int:
     return sum(0 if unicodedata.combining(char) else 2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in text)
 
 
-def _cut(text: str, width: int) -> str:
-    if _width(text) <= width:
+def cut(text: str, width: int | None) -> str:
+    """Text that takes at most so many places, the last of them "…" when it is cut; None is no limit."""
+    if width is None or _width(text) <= width:
         return text
     while text and _width(text) > width - 1:
         text = text[: min(len(text) - 1, width - 1)]
     return f"{text}…"
 
 
+def terminal_width() -> int:
+    """Places of a line."""
+    return shutil.get_terminal_size().columns
+
+
+def bar(share: float, width: int) -> str:
+    """A bar of `width` places when the share is 1; something, however little, when it is more than 0."""
+    eighths = round(max(0.0, min(1.0, share)) * width * 8) or (share > 0)
+    if not _fits(BLOCKS, sys.stdout.encoding):
+        return "#" * max(1, round(eighths / 8)) if eighths else ""
+    return BLOCKS[7] * (eighths // 8) + (BLOCKS[eighths % 8 - 1] if eighths % 8 else "")
+
+
 def _pad(cell: str, width: int, right: bool) -> str:
-    cell = _cut(cell, width)
+    cell = cut(cell, width)
     space = " " * (width - _width(cell))
     return space + cell if right else cell + space
 

@@ -128,3 +128,16 @@ def global_options(*, writes: bool = False) -> Callable[[F], F]:
         return function
 
     return decorate
+
+
+def plot_option(help: str) -> Callable[[F], F]:
+    """`--plot FILE`; a file that can't be a picture is refused before any work."""
+
+    def check(context: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:  # noqa: ARG001
+        if path is not None:
+            from deltastore.plots import check_plot_path
+
+            check_plot_path(path)
+        return path
+
+    return click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", callback=check, help=help)
