@@ -152,6 +152,7 @@ def _draw_bytes(axes: Axes, commits: Sequence[CommitBar], unit: str) -> None:
     axes.set_yscale("log")  # a commit is a hundredth of a full copy
     axes.set_ylim(bottom=max(1, min((commit.added_bytes for commit in commits), default=1) / 2))
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8))
+    axes.yaxis.set_minor_formatter(lambda *_: "")
     _bytes_axis(axes.yaxis)
     axes.set_title("Bytes per commit")
     axes.set_ylabel("bytes (log scale)")
@@ -164,6 +165,7 @@ def _draw_heat(figure: Figure, axes: Axes, heat: HeatMap, unit: str, note: str) 
     import numpy as np
     from matplotlib import colormaps
     from matplotlib.colors import LogNorm, Normalize
+    from matplotlib.ticker import LogLocator
 
     axes.set_title("Changed elements by layer and commit" + (f" ({note})" if note else ""))
     if not any(share is not None for row in heat.shares for share in row):
@@ -181,7 +183,10 @@ def _draw_heat(figure: Figure, axes: Axes, heat: HeatMap, unit: str, note: str) 
     axes.set_yticks(range(len(heat.layers)), [_short(layer, MAX_NAME) for layer in heat.layers], fontsize=8)
     bar = figure.colorbar(image, ax=axes, pad=0.01, aspect=30)
     bar.set_label(f"share of the layer (%{', log scale' if wide else ''}); grey: unchanged or not compared")
+    if wide:
+        bar.ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     bar.ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    bar.ax.yaxis.set_minor_formatter(lambda *_: "")
     _commit_axis(axes, heat.labels, unit)
 
 

@@ -429,7 +429,7 @@ class DeltaStore:
         return run_du(self._bucket, self._index, ids if revisions else None)
 
     def layer_history(self, revision: str = "main", *, limit: int = 50, seconds: float = 60) -> LayerHistory:
-        """Which share of each layer changed with each of the last commits. Reads the chunks that changed.
+        """Which share of each layer changed with each of the last commits.
 
         Args:
             limit: at most so many commits.
