@@ -157,7 +157,7 @@ def _document(entry: CacheEntry) -> dict[str, Any]:
 
 
 _COLUMNS: list[Column[CacheEntry]] = [
-    Column("STORE", lambda entry: entry.store),
+    Column("STORE", lambda entry: entry.store, shrink=True),
     Column("KIND", lambda entry: entry.kind),
     Column("NAME", lambda entry: entry.name, shrink=True),
     Column("SIZE", lambda entry: str(entry.bytes), lambda entry: human_bytes(entry.bytes), right=True),

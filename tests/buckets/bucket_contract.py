@@ -45,6 +45,12 @@ class BucketContract:
         bucket.put([])
         assert list(bucket.list("")) == []
 
+    def test_free_bytes(self, bucket: Bucket) -> None:
+        free = bucket.free_bytes()
+        bucket.put([Upload(PACK, [b"x"])])
+        assert free is None or free > 0
+        assert (bucket.free_bytes() is None) == (free is None)  # known before the first object, or never
+
     def test_empty_objects(self, bucket: Bucket) -> None:
         bucket.put([Upload(PACK, []), Upload("store.json", [b""])])
         assert bucket.get(PACK) == bucket.get_range(PACK, 0, 0) == b""

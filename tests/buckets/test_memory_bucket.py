@@ -39,6 +39,7 @@ def test_names_are_shared_by_the_process() -> None:
 def test_capabilities() -> None:
     assert not MemoryBucket.capabilities.persistent
     assert FolderBucket.capabilities.persistent
+    assert MemoryBucket().free_bytes() is None
 
 
 @pytest.mark.parametrize(
