@@ -146,11 +146,12 @@ def _draw_bytes(axes: Axes, commits: Sequence[CommitBar], unit: str) -> None:
     from matplotlib.ticker import LogLocator
 
     places = range(len(commits))
-    axes.bar(places, [commit.added_bytes for commit in commits], color=BLUE, label="stored with the commit")
-    full = [commit.logical_bytes for commit in commits]
+    added = [max(1, commit.added_bytes) for commit in commits]  # a log scale has no zero
+    axes.bar(places, added, color=BLUE, label="stored with the commit")
+    full = [max(1, commit.logical_bytes) for commit in commits]
     axes.step(places, full, where="mid", color=ORANGE, linestyle="--", label="a full copy")
     axes.set_yscale("log")  # a commit is a hundredth of a full copy
-    axes.set_ylim(bottom=max(1, min((commit.added_bytes for commit in commits), default=1) / 2))
+    axes.set_ylim(bottom=min(added, default=1) / 2)
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8))
     axes.yaxis.set_minor_formatter(lambda *_: "")
     _bytes_axis(axes.yaxis)

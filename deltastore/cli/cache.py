@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from deltastore.cli.output import Column, counted, human_bytes, human_time, timestamp
+from deltastore.cli.output import Column, counted, human_bytes, human_time, print_notice, timestamp
 from deltastore.cli.quantities import parse_age, size_of
 from deltastore.cli.settings import Settings, global_options
 
 if TYPE_CHECKING:
     from deltastore.cache import CacheEntry, CachePlan
 
+NO_LOCKS = "the file system of {} has no locks, so nobody can tell what is in use; delete by hand what you don't need"
 MAX_BYTES = "DELTASTORE_CACHE_MAX_BYTES"
 
 _cache_dir = click.option(
@@ -104,18 +105,21 @@ def _list(settings: Settings, cache_dir: Path | None) -> None:
     output.table(_COLUMNS, entries)
     if output.terminal:
         output.line(f"{root}: {_summary(entries)}")
-        if not locks:
-            output.line("this file system has no locks, so nobody can tell what is in use; delete by hand what you don't need")
+    if not locks:
+        print_notice(False, "warning", NO_LOCKS.format(root))
 
 
 def _clean(settings: Settings, plan: CachePlan) -> None:
     from deltastore.cache import CacheReport, run_cleaning
+    from deltastore.cache_folder import locks_work
 
     report = CacheReport((), ())
     if plan.delete and not settings.dry_run:
         settings.confirm("\n".join([f"delete {_summary(plan.delete)}:", *(f"  {_described(entry)}" for entry in plan.delete)]))
     if not settings.dry_run:
         report = run_cleaning(plan)
+    if plan.kept_in_use and not locks_work(plan.root):
+        print_notice(settings.json, "warning", NO_LOCKS.format(plan.root))
     output = settings.output()
     kept = [*plan.kept_in_use, *report.skipped]
     if output.as_json:
@@ -129,7 +133,7 @@ def _clean(settings: Settings, plan: CachePlan) -> None:
         if settings.dry_run:
             output.lines(f"would delete {_described(entry)}" for entry in plan.delete)
         what = f"would delete {_summary(plan.delete)}" if settings.dry_run else f"deleted {_summary(report.deleted)}"
-        output.line(what + (f"; {counted(len(kept), 'entry', 'entries')} in use stay" if kept else ""))
+        output.line(what + (f"; kept {counted(len(kept), 'entry', 'entries')} in use" if kept else ""))
 
 
 def _summary(entries: list[CacheEntry] | tuple[CacheEntry, ...]) -> str:

@@ -15,6 +15,7 @@ from deltastore.cli.output import (
     bar,
     counted,
     cut,
+    escape,
     first_line,
     human_bytes,
     human_time,
@@ -114,7 +115,7 @@ def _print_graph(output: Output, commits: Sequence[Commit], refs: dict[str, list
         if width is None and not oneline:
             output.fields(drawing, *(column.plain(commit) for column in columns))
             continue
-        output.line(cut(f"{drawing} {_oneline(commit, refs)}", width))
+        output.line(cut(escape(f"{drawing} {_oneline(commit, refs)}"), width))
 
 
 def _log_columns(refs: dict[str, list[str]]) -> list[Column[Commit]]:
