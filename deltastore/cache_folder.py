@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -24,6 +25,7 @@ except ImportError:  # Windows
 STORES = "stores"
 LOCK_NAME = "lock"
 KINDS = ("baseline", "spool")
+LOOK_SECONDS = 0.1
 
 _TAKEN = (errno.EAGAIN, errno.EACCES)
 _NOT_IMPLEMENTED = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
@@ -81,7 +83,7 @@ class EntryLock:
 
 
 def lock_entry(folder: Path, *, create: bool = True) -> EntryLock | None:
-    """Take an entry for this process, without waiting.
+    """Take an entry for this process. Waits no longer than somebody may take who only looks whether it is in use.
 
     Args:
         folder: made when it is missing. With `create=False` it must be there, and taking it does not count as use.
@@ -97,6 +99,7 @@ def lock_entry(folder: Path, *, create: bool = True) -> EntryLock | None:
     if fcntl is None:
         return None
     path = folder / LOCK_NAME
+    patience = time.monotonic() + LOOK_SECONDS
     while True:
         try:
             if create:
@@ -118,6 +121,9 @@ def lock_entry(folder: Path, *, create: bool = True) -> EntryLock | None:
                 return EntryLock(folder, file)
         except OSError as error:
             os.close(file)
+            if error.errno in _TAKEN and create and time.monotonic() < patience:
+                time.sleep(0.01)
+                continue
             if error.errno in (*_TAKEN, *_NOT_IMPLEMENTED):
                 return None
             raise _translated(error, folder) from error

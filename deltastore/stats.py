@@ -15,6 +15,7 @@ from typing import Literal
 
 from deltastore.buckets.base import Bucket
 from deltastore.dtypes import dtype_of
+from deltastore.errors import IntegrityError
 from deltastore.formats import StructureDocument, parse_structure
 from deltastore.index.index import Index
 from deltastore.index.records import CommitShare, RefRecord
@@ -150,6 +151,8 @@ def logical_bytes(bucket: Bucket, index: Index, ids: Iterable[str]) -> dict[str,
     sizes: dict[str, int] = {}
     found = {}
     for id_ in ids:
+        if id_ not in structures:
+            raise IntegrityError(f"the index knows no structure of commit {id_}; see `deltastore verify {id_[:12]}`")
         key = structures[id_]
         if key not in sizes:
             sizes[key] = _raw_bytes(parse_structure(read_object(bucket, key), key))

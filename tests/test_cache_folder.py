@@ -8,6 +8,8 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -117,6 +119,20 @@ def test_an_entry_that_is_deleted_meanwhile_is_made_again(folder: Path, monkeypa
     with lock_entry(folder) or pytest.fail("not locked"):
         assert (folder / "lock").exists()
         assert lock_entry(folder) is None
+
+
+def test_who_only_looks_is_in_nobodys_way(folder: Path) -> None:
+    with lock_entry(folder) or pytest.fail("not locked"):
+        pass
+    look = lock_entry(folder, create=False)  # as `deltastore cache list` does for a moment
+    assert look is not None
+    timer = threading.Timer(0.03, look.release)
+    timer.start()
+    with lock_entry(folder) or pytest.fail("not locked"):
+        timer.join()
+        start = time.monotonic()
+        assert lock_entry(folder, create=False) is None
+        assert time.monotonic() - start < 0.05
 
 
 def test_flock_not_implemented(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
