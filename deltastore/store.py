@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from deltastore.chunk_reader import ChunkReader
     from deltastore.commit import Committer
     from deltastore.diff import Diff
-    from deltastore.pending import PendingCommit
     from deltastore.layers import LayerHistory
+    from deltastore.pending import PendingCommit
     from deltastore.reflog import RefLog
     from deltastore.snapshot import Snapshot
     from deltastore.stats import DiskUsage, StoreStats
@@ -435,7 +435,7 @@ class DeltaStore:
             limit: at most so many commits.
             seconds: stop going back in the history after this time.
         """
-        self._check_open()
+        self._settle()
         from deltastore.layers import run_layer_history
 
         commits = self._history.log(revision, limit)
