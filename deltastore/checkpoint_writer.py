@@ -224,12 +224,21 @@ class CheckpointWriter:
 
     def add_file(self, name: str, data: bytes) -> None:
         """Add another file under its posix relative name. Raises InvalidInputError for names that leave the folder."""
+        self._add(name).write(0, data)
+
+    def file_sink(self, name: str, size: int) -> FileSink:
+        """Where the bytes of another file go, as those of a tensor of uint8. Raises as `add_file`."""
+        file = self._add(name)
+        file.truncate(size)
+        return FileSink("uint8", (size,), file, 0)
+
+    def _add(self, name: str) -> OpenFile:
         parts = name.split("/")
         if any(part in ("", ".", "..", ".git") for part in parts) or any(sign in name for sign in "\\:\0"):
             raise InvalidInputError(f"the file name {show(name)} is not one that can be written below {self._folder}")
         if name in self._files:
             raise InvalidInputError(f"the file {show(name)} would replace a weight file of the same name; leave it out")
-        self._create(name).write(0, data)
+        return self._create(name)
 
     def finish(self) -> list[Path]:
         """Sync everything and move it into place. Returns the paths that were written."""

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from deltastore import canonical
-from deltastore.errors import InvalidInputError, short_name
+from deltastore.errors import InvalidInputError
 from deltastore.history import check_ref_name
-from deltastore.options import MAX_FILE_BYTES
+from deltastore.state import TensorSource
 
 MAX_METADATA_BYTES = 64 << 10
 
@@ -20,6 +20,7 @@ class CommitRequest:
 
     Attributes:
         metadata: plain values; of a checked request, packed as in the commit document.
+        files: their bytes, or sources of uint8 for those that are not held in memory.
         expected_head: None: whatever the head is, rebase when it moves.
         tag: made at the new commit, in the same transaction.
     """
@@ -27,7 +28,7 @@ class CommitRequest:
     message: str
     branch: str
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    files: Mapping[str, bytes] = field(default_factory=dict)
+    files: Mapping[str, bytes | TensorSource] = field(default_factory=dict)
     author: str = ""
     expected_head: str | None = None
     tag: str | None = None
@@ -41,11 +42,8 @@ class CommitRequest:
             if not isinstance(text, str):
                 raise InvalidInputError(f"{what} must be a string, not {type(text).__name__}")
             canonical.pack(text)
-        for name, data in self.files.items():
+        for name in self.files:
             _check_file_name(name)
-            if len(data) > MAX_FILE_BYTES:
-                size = f"has {len(data)} bytes; files= takes up to {MAX_FILE_BYTES} each"
-                raise InvalidInputError(f"file {short_name(name)!r} {size}")
         return replace(self, metadata=_packed(self.metadata))
 
 

@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeGuard
 
+import numpy as np
+
 from deltastore.canonical import show
 from deltastore.checkpoint_writer import INDEX_NAME, MAX_HEADER_BYTES, METADATA, WEIGHTS_NAME, CheckpointWriter, plan_shards
 from deltastore.dtypes import dtype_of, from_safetensors
 from deltastore.errors import FormatError, InvalidInputError, NotFoundError
+from deltastore.layout import STORE_KEY
 from deltastore.open_file import OpenFile
-from deltastore.options import MAX_FILE_BYTES
 from deltastore.state import Array, FlatState, check_range, flatten
 
 __all__ = [
@@ -165,6 +167,27 @@ def _check_spans(spans: list[tuple[int, int, str]], size: int) -> None:
         raise FormatError(f"the tensors end at byte {filled}, but there are {size}")
 
 
+class ByteSource:
+    """Bytes held in memory, as a tensor of uint8. See `TensorSource`."""
+
+    dtype = "uint8"
+    frozen = False
+
+    def __init__(self, data: bytes) -> None:
+        self._data = np.frombuffer(data, np.uint8)
+        self.shape: tuple[int, ...] = (len(data),)
+
+    def read(self, start: int, stop: int) -> Array:
+        """Elements [start, stop)."""
+        return self._data[start:stop]
+
+
+def open_file_bytes(path: Path) -> FileSource:
+    """A whole file as a tensor of uint8, read in ranges. Raises NotFoundError, StorageError."""
+    file = OpenFile(path, os.O_RDONLY)
+    return FileSource("uint8", (file.size(),), False, file, 0)
+
+
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
@@ -180,9 +203,9 @@ class Checkpoint:
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Open a `.safetensors` file, or a folder with one, or with shards and their index; reads headers only.
 
-    Tensors come in the order of the file, or of the index. All other files of a folder are listed, except in `.git` and
-    `.cache`. Raises NotFoundError, FormatError when index and shards disagree, InvalidInputError for a folder whose weights are
-    ambiguous, and for files that are larger than 64 MiB or not plain files.
+    Tensors come in the order of the file, or of the index. All other files of a folder are listed, except in `.git`,
+    `.cache` and stores. Raises NotFoundError, FormatError when index and shards disagree, InvalidInputError for a folder whose weights are
+    ambiguous, and for what is no plain file.
     """
     path = Path(path)
     if not path.is_dir():
@@ -263,9 +286,6 @@ def _other_files(folder: Path, skipped: set[str]) -> dict[str, Path]:
             raise InvalidInputError(f"the file name {show(name)} in {folder} is no valid text; rename it")
         if not path.is_file():
             raise InvalidInputError(f"{path} is no plain file; remove it from the folder, or replace it by what it points to")
-        size = path.stat().st_size
-        if size > MAX_FILE_BYTES:
-            raise InvalidInputError(f"{path} has {size} bytes; files beside the weights may have {MAX_FILE_BYTES}: move it away")
         files[name] = path
     return files
 
@@ -273,7 +293,7 @@ def _other_files(folder: Path, skipped: set[str]) -> dict[str, Path]:
 def _walk(folder: Path) -> Iterator[Path]:
     for path in folder.iterdir():
         if path.is_dir() and not path.is_symlink():
-            if path.name not in _BOOKKEEPING:
+            if path.name not in _BOOKKEEPING and not (path / STORE_KEY).is_file():
                 yield from _walk(path)
         else:
             yield path

@@ -30,7 +30,7 @@ from typing_extensions import TypedDict  # typing's own works with pydantic from
 from deltastore import digests, layout
 from deltastore.canonical import dumps
 from deltastore.errors import FormatError, UnsupportedFormatError
-from deltastore.options import INLINE_FILE_BYTES, MAX_FILE_BYTES, MAX_ITEMSIZE
+from deltastore.options import INLINE_FILE_BYTES, MAX_ITEMSIZE, MAX_STORED_FILE_BYTES
 
 FORMAT: Final = 1
 RESERVED_FEATURES = {
@@ -239,7 +239,7 @@ class StoredFile(_Value):
     """A file of a checkpoint: either its bytes (base64 in JSON) or the number of the tensor that holds them."""
 
     name: StrictStr
-    size: Annotated[int, Field(strict=True, ge=0, le=MAX_FILE_BYTES)]
+    size: Annotated[int, Field(strict=True, ge=0, le=MAX_STORED_FILE_BYTES)]
     data: InlineBytes | None
     tensor: Count | None
 

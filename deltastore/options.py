@@ -14,9 +14,10 @@ MAX_CHUNK_BYTES = CHUNK_ELEMENTS * MAX_ITEMSIZE
 SNAPSHOT_INTERVAL = 256  # log entries between two ref snapshots
 INLINE_VALUES_BYTES = 64 << 10  # plain values up to this size sit in the commit document
 INLINE_FILE_BYTES = 4 << 10  # files up to this size sit in the structure
-MAX_FILE_BYTES = 64 << 20
+MAX_STORED_FILE_BYTES = 1 << 48
 
 # -- this process -------------------------------------------------------------------------------------------------------
+MAX_FILE_BYTES = 64 << 20  # of one of `files=`, which are held in memory; files of a folder may be larger
 PACK_BYTES = 64 << 20  # a pack is sealed when its payload reaches this size
 READ_GAP_BYTES = 64 << 10  # two ranges of one pack that are closer than this are read as one
 WINDOW_BYTES = 64 << 20  # decoded bytes in flight while loading

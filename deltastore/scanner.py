@@ -15,10 +15,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-import numpy as np
-
 from deltastore import canonical, layout
-from deltastore.baseline import Array, Baseline
+from deltastore.baseline import Baseline
 from deltastore.chunk_reader import ChunkReader
 from deltastore.chunk_writer import ChunkWriter
 from deltastore.codecs import Word
@@ -27,6 +25,7 @@ from deltastore.digests import bytes_digest, tensor_digest, tree_digest
 from deltastore.dtypes import dtype_of
 from deltastore.encoder import Chunk, ChunkEncoder, ChunkOutcome, ChunkTask, Scan
 from deltastore.errors import short_name
+from deltastore.files import ByteSource
 from deltastore.formats import StoredFile, StoredTensor, StructureDocument
 from deltastore.handoff import Handoff
 from deltastore.index.index import Index
@@ -58,6 +57,7 @@ class Content:
 
 
 State = FlatState | Iterator[tuple[str, TensorSource]]
+Files = Mapping[str, bytes | TensorSource]
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -79,22 +79,7 @@ class _Taken:
     large_values: bool
     scanned: list[_Scanned]
     extra: list[_Scanned]
-    files: Mapping[str, bytes]
-
-
-class ByteSource:
-    """Bytes held in memory, as a tensor of uint8."""
-
-    dtype = "uint8"
-    frozen = False
-
-    def __init__(self, data: bytes) -> None:
-        self._data = np.frombuffer(data, np.uint8)
-        self.shape: tuple[int, ...] = (len(data),)
-
-    def read(self, start: int, stop: int) -> Array:
-        """Elements [start, stop)."""
-        return self._data[start:stop]
+    files: Files
 
 
 class _Line(Generic[T, R]):
@@ -175,7 +160,7 @@ class Scanner:
 
     # -- the two ways ---------------------------------------------------------------------------------------------------
 
-    def run(self, state: State, files: Mapping[str, bytes]) -> Content:
+    def run(self, state: State, files: Files) -> Content:
         """Scan and encode everything. A stream of (name, source) is read one tensor at a time, in its order."""
 
         def work(tasks: Sequence[ChunkTask]) -> list[ChunkOutcome]:
@@ -189,7 +174,7 @@ class Scanner:
             taken = self._walk(_Line(workers, work, settle), state, files)
         return self._content(taken)
 
-    def take(self, state: State, files: Mapping[str, bytes], before_encoding: Callable[[], object]) -> None:
+    def take(self, state: State, files: Files, before_encoding: Callable[[], object]) -> None:
         """Scan everything, so that the state may change afterwards.
 
         Args:
@@ -247,7 +232,7 @@ class Scanner:
 
     # -- walking over the state -----------------------------------------------------------------------------------------
 
-    def _walk(self, line: _Line[ChunkTask, Any], state: State, files: Mapping[str, bytes]) -> _Taken:
+    def _walk(self, line: _Line[ChunkTask, Any], state: State, files: Files) -> _Taken:
         """Put every chunk of a state and its files on the line; returns when all are through."""
         try:
             if isinstance(state, FlatState):
@@ -260,7 +245,11 @@ class Scanner:
                 tree = {"d": [[name, {"x": number}] for number, name in enumerate(names)]}
                 values = []
             packed: Any = [canonical.pack(value) for value in values]
-            extra = [(FilePath(name), ByteSource(data)) for name, data in files.items() if len(data) > INLINE_FILE_BYTES]
+            extra: list[tuple[StoredPath, TensorSource]] = [
+                (FilePath(name), ByteSource(data) if isinstance(data, bytes) else data)
+                for name, data in files.items()
+                if not isinstance(data, bytes) or len(data) > INLINE_FILE_BYTES
+            ]
             body = canonical.dumps(packed)
             if len(body) > INLINE_VALUES_BYTES:
                 extra.append((VALUES_PATH, ByteSource(body)))
@@ -275,7 +264,7 @@ class Scanner:
         self._baseline.retain({each.path for each in everything})
         tree_id = tree_digest(
             {
-                "files": [[name, bytes_digest(data)] for name, data in sorted(taken.files.items())],
+                "files": _file_digests(taken),
                 "state": taken.tree,
                 "tensors": [tensor_digest(each.dtype, each.shape, _joined(each.rows)).hex() for each in taken.scanned],
                 "values": taken.values,
@@ -393,7 +382,18 @@ def _stored_by_path(parent: Version | None) -> dict[Any, int]:
     return found
 
 
-def _structure(tree: Any, scanned: list[_Scanned], files: Mapping[str, bytes]) -> StructureDocument:
+def _file_digests(taken: _Taken) -> list[list[str]]:
+    """[name, digest] of every file: that of its bytes as a tensor."""
+    stored = {each.path: tensor_digest(each.dtype, each.shape, _joined(each.rows)).hex() for each in taken.extra}
+    return [[name, stored.get(FilePath(name)) or bytes_digest(_inline(data))] for name, data in sorted(taken.files.items())]
+
+
+def _inline(data: bytes | TensorSource) -> bytes:
+    assert isinstance(data, bytes)
+    return data
+
+
+def _structure(tree: Any, scanned: list[_Scanned], files: Files) -> StructureDocument:
     occupied = [each for each in scanned if each.rows]
     places: dict[int, tuple[int, int]] = {}
     for shard, run in enumerate(cut_manifests([(path_bytes(each.path), len(each.rows)) for each in occupied])):
@@ -410,7 +410,8 @@ def _structure(tree: Any, scanned: list[_Scanned], files: Mapping[str, bytes]) -
     stored = []
     for name, data in sorted(files.items()):
         tensor = numbers.get(FilePath(name))
-        stored.append(StoredFile(name=name, size=len(data), tensor=tensor, data=data if tensor is None else None))
+        size = len(data) if isinstance(data, bytes) else data.shape[0]
+        stored.append(StoredFile(name=name, size=size, tensor=tensor, data=_inline(data) if tensor is None else None))
     return StructureDocument(tree=tree, tensors=tuple(tensors), files=tuple(stored))
 
 

@@ -349,8 +349,12 @@ class Snapshot(Mapping[str, LazyTensor]):
             Path(directory), entries, max_shard_bytes=max_shard_bytes, overwrite=overwrite, extra_bytes=size
         ) as writer:
             self._read("save", (number for _, number in self._version.leaves), self._jobs_into_files(names, writer))
-            for name in self.files:
-                writer.add_file(name, self.read_file(name))
+            for file in self._version.structure.files:
+                if file.tensor is None:
+                    writer.add_file(file.name, file.data or b"")
+                else:
+                    sink = writer.file_sink(file.name, file.size)
+                    self._read("save", [file.tensor], checkout.plan_tensor(self._version, file.tensor, sink))
             return writer.finish()
 
     def _jobs_into_files(self, names: list[str], writer: CheckpointWriter) -> Iterator[ReadJob]:

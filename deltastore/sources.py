@@ -12,10 +12,12 @@ from deltastore.errors import InvalidInputError
 from deltastore.options import MAX_FILE_BYTES
 from deltastore.state import FlatState, TensorSource
 
+HELD_FILE_BYTES = 1 << 20  # larger files of a folder are read while they are committed
+
 
 def flattened(
     source: Any, cast: Mapping[str, Any] | None
-) -> tuple[FlatState | Iterator[tuple[str, TensorSource]], dict[str, bytes]]:
+) -> tuple[FlatState | Iterator[tuple[str, TensorSource]], dict[str, bytes | TensorSource]]:
     """The state of any source, and the files that it brings by itself. Reads no tensor bytes.
 
     Raises:
@@ -25,16 +27,22 @@ def flattened(
         checkpoint = files.open_checkpoint(Path(source))
         state = files.checkpoint_state(checkpoint)
         return (state if cast is None else tensors.cast_state(state, cast)), {
-            name: path.read_bytes() for name, path in checkpoint.files.items()
+            name: folder_file(path) for name, path in checkpoint.files.items()
         }
     if isinstance(source, Iterator):
         return tensors.iterable_sources(source, cast), {}
-    return tensors.flatten_state(source, cast), tensors.module_files(source)
+    return tensors.flatten_state(source, cast), dict(tensors.module_files(source))
+
+
+def folder_file(path: Path) -> bytes | TensorSource:
+    """A file of a checkpoint folder: its bytes, or a source of them when it is large."""
+    return files.open_file_bytes(path) if path.stat().st_size > HELD_FILE_BYTES else path.read_bytes()
 
 
 def file_bytes(name: str, value: str | os.PathLike[str] | bytes) -> bytes:
     """The content of one of `files=`. Raises InvalidInputError when it can't be read or is too large."""
     if isinstance(value, bytes):
+        _check_size(name, len(value))
         return value
     if not isinstance(value, (str, os.PathLike)):
         raise InvalidInputError(f"file {name!r} is a {type(value).__name__}; expected a path or bytes")
@@ -42,9 +50,15 @@ def file_bytes(name: str, value: str | os.PathLike[str] | bytes) -> bytes:
     try:
         if path.exists() and not path.is_file():
             raise InvalidInputError(f"file {name!r}: {value} is no plain file; name a file, or give its bytes")
-        size = path.stat().st_size
-        if size > MAX_FILE_BYTES:
-            raise InvalidInputError(f"file {name!r} has {size} bytes; files= takes up to {MAX_FILE_BYTES} each")
+        _check_size(name, path.stat().st_size)
         return path.read_bytes()
     except OSError as error:
         raise InvalidInputError(f"file {name!r}: {value} can't be read: {error.strerror}") from error
+
+
+def _check_size(name: str, size: int) -> None:
+    if size > MAX_FILE_BYTES:
+        raise InvalidInputError(
+            f"file {name!r} has {size} bytes; files= takes up to {MAX_FILE_BYTES} each: put it into the state as a tensor, or "
+            "commit a folder that holds it"
+        )

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from safetensors.torch import save_file
 from store_states import bucket_objects, objects, raw, same
 
+import deltastore.files
+import deltastore.sources
 from deltastore import DeltaStore
-from deltastore.errors import AlreadyExistsError, IncompatibleStateError, InvalidInputError, NotFoundError, TensorNotFoundError
+from deltastore.errors import (
+    AlreadyExistsError,
+    FormatError,
+    IncompatibleStateError,
+    InvalidInputError,
+    NotFoundError,
+    TensorNotFoundError,
+)
 
 STATE = {"w": torch.arange(6.0).view(2, 3), "b": torch.arange(3).bfloat16()}
 
@@ -208,3 +220,58 @@ def test_a_transformers_model_brings_its_config(store: DeltaStore, tmp_path: Pat
     other = transformers.LlamaForCausalLM(config).bfloat16()
     snapshot.load_into(other)
     assert raw(other(inputs).logits) == raw(model(inputs).logits)
+
+
+# -- large files of a folder ------------------------------------------------------------------------------------------
+
+
+def test_large_files_of_a_folder_come_back_byte_for_byte(store: DeltaStore, tmp_path: Path) -> None:
+    """An optimizer's file is larger than what `files=` takes; it is read in ranges and written in ranges."""
+    source, size = tmp_path / "checkpoint", (64 << 20) + 12_345
+    source.mkdir()
+    save_file({"w": torch.randn(1000)}, source / "model.safetensors")
+    content = np.random.default_rng(3).integers(0, 3, size, np.uint8)
+    content.tofile(source / "optimizer.pt")
+    (source / "medium.bin").write_bytes(content[: 2 << 20].tobytes())
+    store.commit(source)
+    content[5::9_999_999] ^= 1
+    content.tofile(source / "optimizer.pt")
+    before = sum(objects(Path(store.address), "packs").values())
+    store.commit(source)
+    assert sum(objects(Path(store.address), "packs").values()) - before < 10_000  # a delta
+    snapshot = store.checkout()
+    assert snapshot.files == {"medium.bin": 2 << 20, "optimizer.pt": size}
+    snapshot.save(tmp_path / "out")
+    assert (tmp_path / "out" / "optimizer.pt").read_bytes() == content.tobytes()
+    assert (tmp_path / "out" / "medium.bin").read_bytes() == (source / "medium.bin").read_bytes()
+    assert not store.diff("main", store.commit(tmp_path / "out").id)
+    assert store.verify(read_data=True)
+
+
+def test_a_file_of_a_folder_is_committed_alike_however_it_is_read(
+    store: DeltaStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_file({"w": torch.randn(10)}, tmp_path / "model.safetensors")
+    for size in (0, 1, 5000, 1_100_000):
+        (tmp_path / f"file{size}").write_bytes(bytes(range(256)) * (size // 256) + bytes(size % 256))
+    held = store.commit(tmp_path)
+    monkeypatch.setattr(deltastore.sources, "HELD_FILE_BYTES", 4096)
+    assert store.commit(tmp_path).tree == held.tree
+    assert len(store.checkout().files) == 4  # not those of the store, which lies in this folder
+
+
+def test_a_file_that_shrinks_while_it_is_committed(store: DeltaStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_file({"w": torch.randn(10)}, tmp_path / "model.safetensors")
+    path = tmp_path / "optimizer.pt"
+    path.write_bytes(bytes(3 << 20))
+    opened = deltastore.files.open_file_bytes
+
+    def open_and_cut(path: Path) -> Any:
+        source = opened(path)
+        os.truncate(path, 1 << 20)
+        return source
+
+    monkeypatch.setattr(deltastore.files, "open_file_bytes", open_and_cut)
+    with pytest.raises(FormatError, match=r"optimizer\.pt ends .* too early"):
+        store.commit(tmp_path)
+    assert store.list_refs() == []
