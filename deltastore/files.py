@@ -203,9 +203,9 @@ class Checkpoint:
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Open a `.safetensors` file, or a folder with one, or with shards and their index; reads headers only.
 
-    Tensors come in the order of the file, or of the index. All other files of a folder are listed, except in `.git`,
-    `.cache` and stores. Raises NotFoundError, FormatError when index and shards disagree, InvalidInputError for a folder whose weights are
-    ambiguous, and for what is no plain file.
+    Tensors come in the order of the file, or of the index. All other files of a folder are listed, except in `.git`, `.cache`
+    and stores. Raises NotFoundError, FormatError when index and shards disagree, InvalidInputError for a folder whose weights
+    are ambiguous, and for what is no plain file.
     """
     path = Path(path)
     if not path.is_dir():
