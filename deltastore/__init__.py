@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from deltastore.errors import DeltaStoreError
     from deltastore.history import Commit
     from deltastore.layers import LayerChange, LayerHistory
+    from deltastore.restore import Restored
     from deltastore.snapshot import LazyTensor, Snapshot
     from deltastore.stats import DiskUsage, Forecast, StoreStats, Usage
     from deltastore.store import DeltaStore, Ref
@@ -36,6 +37,7 @@ __all__ = [
     "LazyTensor",
     "Problem",
     "Ref",
+    "Restored",
     "Snapshot",
     "StoreStats",
     "TensorDiff",
@@ -57,6 +59,7 @@ _HOMES = {
     "LazyTensor": "snapshot",
     "Problem": "verify",
     "Ref": "store",
+    "Restored": "restore",
     "Snapshot": "snapshot",
     "StoreStats": "stats",
     "TensorDiff": "diff",

@@ -12,7 +12,7 @@ import math
 import os
 import shutil
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -66,10 +66,11 @@ class ShardPlan:
         return [shard.filename for shard in self.shards] + ([INDEX_NAME] if self.index is not None else [])
 
 
-def plan_shards(entries: Iterable[Entry], max_shard_bytes: int = 5 << 30) -> ShardPlan:
+def plan_shards(entries: Iterable[Entry], max_shard_bytes: int = 5 << 30, units: Mapping[str, str] | None = None) -> ShardPlan:
     """Plan the files for (name, dtype name, shape) entries, in order, each with at most `max_shard_bytes` of tensors.
 
-    A tensor that is larger gets a file of its own. Raises IncompatibleStateError, before anything is written, for duplicate
+    A tensor that is larger gets a file of its own. Neighbours that `units` gives one name stay in one file, unless they are
+    larger together than `max_shard_bytes`. Raises IncompatibleStateError, before anything is written, for duplicate
     names, the name `__metadata__`, and dtypes that safetensors files can't hold.
     """
     if max_shard_bytes <= 0:
@@ -77,6 +78,8 @@ def plan_shards(entries: Iterable[Entry], max_shard_bytes: int = 5 << 30) -> Sha
     groups: list[list[tuple[str, str, tuple[int, ...], str]]] = [[]]
     used = header = 0
     seen: dict[str, int] = {}
+    entries = list(entries)
+    together = _bytes_together(entries, units or {})
     for position, (name, dtype, shape) in enumerate(entries):
         if name in seen:
             raise IncompatibleStateError(
@@ -88,7 +91,10 @@ def plan_shards(entries: Iterable[Entry], max_shard_bytes: int = 5 << 30) -> Sha
         length = len(fields.encode()) + 48  # and two offsets of up to 20 digits
         if length + 64 > MAX_HEADER_BYTES:
             raise IncompatibleStateError(f"the tensor name {show(name)} is too long for a safetensors header; rename it")
-        if groups[-1] and (used + nbytes > max_shard_bytes or header + length + 64 > MAX_HEADER_BYTES):
+        whole = together.get(position, nbytes)
+        if whole > max_shard_bytes:
+            whole = nbytes
+        if groups[-1] and (used + whole > max_shard_bytes or header + length + 64 > MAX_HEADER_BYTES):
             groups.append([])
             used = header = 0
         groups[-1].append((name, dtype, shape, fields))
@@ -104,6 +110,18 @@ def plan_shards(entries: Iterable[Entry], max_shard_bytes: int = 5 << 30) -> Sha
         "weight_map": {name: shard.filename for shard in shards for name in shard.places},
     }
     return ShardPlan(shards, (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+def _bytes_together(entries: Sequence[Entry], units: Mapping[str, str]) -> dict[int, int]:
+    """Position of the first entry of each unit -> bytes of the whole unit."""
+    found: dict[int, int] = {}
+    first, unit = 0, None
+    for position, (name, dtype, shape) in enumerate(entries):
+        if units.get(name) is None or units[name] != unit:
+            first, unit = position, units.get(name)
+        if unit is not None:
+            found[first] = found.get(first, 0) + math.prod(shape) * dtype_of(dtype).itemsize
+    return found
 
 
 def _header_fields(name: str, dtype: str, shape: tuple[int, ...]) -> str:
@@ -181,9 +199,10 @@ class CheckpointWriter:
         max_shard_bytes: int = 5 << 30,
         overwrite: bool = False,
         extra_bytes: int = 0,
+        units: Mapping[str, str] | None = None,
     ) -> None:
         self._folder = folder
-        self._plan = plan_shards(entries, max_shard_bytes)
+        self._plan = plan_shards(entries, max_shard_bytes, units)
         self._overwrite = overwrite
         self._bytes = extra_bytes + len(self._plan.index or b"") + sum(shard.size for shard in self._plan.shards)
         self._files: dict[str, OpenFile] = {}

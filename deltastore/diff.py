@@ -5,19 +5,23 @@ Chunks with equal digests are equal, so only chunks that differ are read.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from deltastore import display
 from deltastore.chunk_reader import ChunkReader, ReadJob
 from deltastore.history import Commit
 from deltastore.manifests import ChunkRow
-from deltastore.state import Path
+from deltastore.options import CHUNK_ELEMENTS
+from deltastore.state import Array, Path
 from deltastore.versions import TensorInfo, Version, match_leaves
 
+Flags = npt.NDArray[np.bool_]
 Status = Literal["added", "removed", "reshaped", "changed"]
 
 
@@ -30,6 +34,9 @@ class TensorDiff:
         elements: how many elements the tensor has after (before, when it was removed).
         changed_elements: how many differ bit for bit; None when the sides can't be compared element by element.
         changed_bytes: raw bytes of the chunks that differ.
+        shared_rows: of a reshaped tensor whose shapes differ in the first dimension only, such as an embedding whose
+            vocabulary was resized: how many rows both sides have; else None.
+        changed_rows: how many of those differ bit for bit; the others are equal.
     """
 
     name: str
@@ -39,6 +46,8 @@ class TensorDiff:
     elements: int
     changed_elements: int | None
     changed_bytes: int
+    shared_rows: int | None = None
+    changed_rows: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +134,8 @@ def _tensor_diffs(
         else:
             digests = {row.digest for row in rows_before}
             size = sum(side.info.chunk_length(i) for i, row in enumerate(rows_after) if row.digest not in digests)
-            yield TensorDiff(side.name, "reshaped", known, spec, side.info.elements, None, size)
+            rows = _compare_rows(reader, was, side, rows_before, rows_after)
+            yield TensorDiff(side.name, "reshaped", known, spec, side.info.elements, None, size, *rows)
     matched = set(pairs.values())
     for at, side in enumerate(old):
         if at not in matched:
@@ -136,15 +146,50 @@ def _tensor_diffs(
 def _changed(reader: ChunkReader, before: ChunkRow, after: ChunkRow, side: _Side, index: int) -> int:
     """Elements of one chunk that differ."""
     length = side.info.chunk_length(index)
-    pair = np.empty((2, length), np.uint8)
+    return int(np.count_nonzero(_differing(*_read_pair(reader, (before, length), (after, length), side, index), side.info)))
+
+
+def _read_pair(
+    reader: ChunkReader, before: tuple[ChunkRow, int], after: tuple[ChunkRow, int], side: _Side, index: int
+) -> tuple[Array, Array]:
     label = f"tensor {side.name!r}, chunk {index}"
-    reader.read_many([ReadJob(before, length, label, out=pair[0]), ReadJob(after, length, label, out=pair[1])])
-    itemsize = side.info.dtype.itemsize
+    pair = np.empty(before[1], np.uint8), np.empty(after[1], np.uint8)
+    reader.read_many([ReadJob(*each, label, out=out) for each, out in zip((before, after), pair, strict=True)])
+    return pair
+
+
+def _differing(before: Array, after: Array, info: TensorInfo) -> Flags:
+    """Which elements of two equally long buffers differ bit for bit."""
+    itemsize = info.dtype.itemsize
     if itemsize in (1, 2, 4, 8):
-        words = pair.view(f"<u{itemsize}")
-        return int(np.count_nonzero(words[0] != words[1]))
-    parts = pair.view("<u8").reshape(2, -1, itemsize // 8)
-    return int(np.count_nonzero((parts[0] != parts[1]).any(axis=1)))
+        flags: Flags = before.view(f"<u{itemsize}") != after.view(f"<u{itemsize}")
+        return flags
+    parts = [each.view("<u8").reshape(-1, itemsize // 8) for each in (before, after)]
+    return np.asarray((parts[0] != parts[1]).any(axis=1))
+
+
+def _compare_rows(
+    reader: ChunkReader, was: _Side, side: _Side, before: list[ChunkRow], after: list[ChunkRow]
+) -> tuple[int | None, int | None]:
+    """Rows that both sides of a resized tensor have, and how many of them differ; (None, None) when there are no such."""
+    old, new = was.info, side.info
+    if old.dtype != new.dtype or not old.shape or not new.shape or old.shape[1:] != new.shape[1:]:
+        return None, None
+    shared = min(old.shape[0], new.shape[0])
+    row = math.prod(new.shape[1:])
+    changed, last = 0, -1  # a row that lies in two chunks counts once
+    for index in range(-(-shared * row // CHUNK_ELEMENTS)):
+        if before[index].digest == after[index].digest:
+            continue
+        first = index * CHUNK_ELEMENTS
+        size = (min(first + CHUNK_ELEMENTS, shared * row) - first) * new.dtype.itemsize
+        lengths = old.chunk_length(index), new.chunk_length(index)
+        pair = _read_pair(reader, (before[index], lengths[0]), (after[index], lengths[1]), side, index)
+        positions = np.flatnonzero(_differing(pair[0][:size], pair[1][:size], new))
+        rows = np.unique((positions + first) // row)
+        changed += len(rows) - int(len(rows) > 0 and rows[0] == last)
+        last = int(rows[-1]) if len(rows) else last
+    return shared, changed
 
 
 def _file_diffs(before: Version, after: Version) -> Iterator[FileDiff]:

@@ -8,22 +8,28 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from deltastore import canonical, checkout, display, tensors
+from deltastore import canonical, checkout, display, subclasses, tensors
 from deltastore.chunk_reader import ChunkReader, ReadJob
 from deltastore.errors import IncompatibleStateError, IntegrityError, InvalidInputError, TensorNotFoundError, short_name
 from deltastore.files import CheckpointWriter
 from deltastore.history import Commit
 from deltastore.progress import progress_bar
 from deltastore.regions import Region
-from deltastore.state import TensorSink, path_name, unflatten, unique_leaf_names
-from deltastore.versions import Version, match_leaves
+from deltastore.restore import Restored, plan_restore
+from deltastore.state import Path as StatePath
+from deltastore.state import TensorSink, leaf_paths, path_name, tensor_units, unflatten, unique_leaf_names
+from deltastore.versions import Version
+
+_COMMIT_ID = re.compile(r"[0-9a-f]{64}")
 
 
 class LazyTensor:
@@ -166,6 +172,12 @@ class Snapshot(Mapping[str, LazyTensor]):
         return sum(self._version.tensors[number].nbytes for number in {number for _, number in self._version.leaves})
 
     @property
+    def base(self) -> str | None:
+        """Id of the commit that this one is an adapter of: `commit(..., base=)`. None when it has none."""
+        base = self.commit.metadata.get("base")
+        return base if isinstance(base, str) and _COMMIT_ID.fullmatch(base) else None
+
+    @property
     def files(self) -> dict[str, int]:
         """Names and sizes in bytes of the files that were committed with the tensors."""
         return {file.name: file.size for file in self._version.structure.files}
@@ -187,23 +199,52 @@ class Snapshot(Mapping[str, LazyTensor]):
         """Read tensors into new memory.
 
         Args:
-            names: which; all by default.
+            names: which; all by default. A tensor subclass that is stored as its parts has a name, and so has every part.
             device: where they go; the device of the committed tensors is never stored.
-            dtype: a torch dtype to convert floating tensors to; by default they stay as committed.
+            dtype: a torch dtype to convert floating tensors to; by default they stay as committed. Subclasses and parts
+                of them always stay.
 
         Returns:
             name -> torch tensor. Tied names share one storage.
 
         Raises:
-            IncompatibleStateError: two tensors share a name.
+            IncompatibleStateError: two tensors share a name, or a tensor subclass is not known: names what to register.
             IntegrityError: a chunk is damaged; names the tensor, the chunk and the object.
         """
+        units = {path_name(path): (path, node) for path, node in self._units}
         if names is None:
             unique_leaf_names(self._version.structure.tree)
-            names = list(self)
-        wanted = {name: self[name]._number for name in names}
-        loaded = self._load_numbers(set(wanted.values()), device, dtype)
-        return {name: loaded[number] for name, number in wanted.items()}
+            names = list(dict.fromkeys(self._unit_names.get(name, name) for name in self))
+        wanted = {name: self[name]._number for name in names if name not in units}
+        parts = {name: {number for _, number in leaf_paths(units[name][1])} for name in names if name in units}
+        values = self._values() if parts else []
+        for name in parts:
+            self._refuse_unknown(*units[name], values)
+        inner = {self[name]._number for name in self._unit_names}
+        kept = set().union(*parts.values(), inner & set(wanted.values()))
+        loaded = self._load_numbers(set(wanted.values()) - kept, device, dtype) | self._load_numbers(kept, device, None)
+        memory = self._by_number(loaded)
+        return {name: self._rebuilt(*units[name], memory, values) if name in parts else loaded[wanted[name]] for name in names}
+
+    @cached_property
+    def _units(self) -> list[tuple[StatePath, Any]]:
+        """Path and node of the tensor subclasses that are stored as their parts."""
+        return tensor_units(self._version.structure.tree)
+
+    @cached_property
+    def _unit_names(self) -> dict[str, str]:
+        """Name of a part -> name of what it is a part of."""
+        return {path_name((*path, *below)): path_name(path) for path, node in self._units for below, _ in leaf_paths(node)}
+
+    def _by_number(self, loaded: dict[int, Any]) -> list[Any]:
+        return [loaded.get(number) for number in range(len(self._version.tensors))]
+
+    def _rebuilt(self, path: StatePath, node: Any, memory: list[Any], values: list[Any]) -> Any:
+        return unflatten(node, memory, values, subclasses.rebuild, path)
+
+    def _refuse_unknown(self, path: StatePath, node: Any, values: list[Any]) -> None:
+        """Raise, before anything is read, when a class is needed that is not known."""
+        unflatten(node, self._version.tensors, values, subclasses.find_class, path)
 
     def _load_numbers(self, numbers: set[int], device: Any, dtype: Any) -> dict[int, Any]:
         loaded: dict[int, Any] = {}
@@ -235,11 +276,17 @@ class Snapshot(Mapping[str, LazyTensor]):
             yield from checkout.plan_range(self._version, number, 0, info.elements, memory)
 
     def state(self, device: Any = "cpu") -> Any:
-        """The nested structure as it was committed: order, key types, plain values and ties."""
-        numbers = {number for _, number in self._version.leaves}
-        loaded = self._load_numbers(numbers, device, None)
-        count = max(numbers, default=-1) + 1
-        return unflatten(self._version.structure.tree, [loaded.get(number) for number in range(count)], self._values())
+        """The nested structure as it was committed: order, key types, plain values, ties and tensor subclasses.
+
+        Raises:
+            IncompatibleStateError: a tensor subclass is not known; names the tensor and what to register.
+            IntegrityError: a chunk is damaged; names the tensor, the chunk and the object.
+        """
+        tree, values = self._version.structure.tree, self._values()
+        for path, node in self._units:
+            self._refuse_unknown(path, node, values)
+        loaded = self._load_numbers({number for _, number in self._version.leaves}, device, None)
+        return self._rebuilt((), tree, self._by_number(loaded), values)
 
     def _values(self) -> list[Any]:
         packed = self._version.document.placement.values
@@ -249,77 +296,40 @@ class Snapshot(Mapping[str, LazyTensor]):
             raise IntegrityError(f"the plain values of commit {self.commit.short_id} are not a list")
         return [canonical.unpack(value) for value in packed]
 
-    def load_into(self, target: Any, *, strict: bool = True) -> list[str]:
-        """Copy the committed values into the tensors of a module or state, in place.
-
-        Names, shapes and dtypes are all checked before anything is written. Wrapper prefixes (`module.`, `_orig_mod.`,
-        `_fsdp_wrapped_module.`) are ignored while names are matched.
+    def load_into(self, target: Any, *, strict: bool = True, cast: bool = False) -> Restored:
+        """Bring the committed values into live objects, in place.
 
         Args:
-            strict: every tensor of the target and of the commit must have a counterpart; else only common ones are copied.
+            target: a module, an optimizer, any object with `load_state_dict`, or a nested state of these, tensors and plain
+                values. Tensors keep their memory. An optimizer then holds exactly the stored state: what it has not yet is
+                made with the stored dtypes on the device of its parameter. Schedulers and other objects get their whole
+                state. Plain values are replaced in the dicts and lists that hold them.
+            strict: refuse a target that has more than the commit, or less.
+            cast: convert floating tensors to the dtypes of the target; by default another dtype is refused.
 
         Returns:
-            The names that were copied.
+            Names and counts of what was restored.
 
         Raises:
             IncompatibleStateError: names are missing or left over, or a shape or dtype differs; nothing was written.
             IntegrityError: a chunk is damaged: the target then holds a mixture, as the message says.
         """
-        targets = tensors.target_tensors(target)
-        version = self._version
-        leaves = [(path, name) for name, (path, _) in zip(version.names, version.leaves, strict=True)]
-        pairs = match_leaves([(each.path, each.name) for each in targets], leaves)
-        matched = [(each, version.leaves[pairs[at]][1]) for at, each in enumerate(targets) if at in pairs]
-        filled = {each.tie for each, _ in matched}  # ties fill all their names, however they are declared
-        missing = [each.name for each in targets if each.tie not in filled]
-        used = {number for _, number in matched}
-        unexpected = [name for name, (_, number) in zip(version.names, version.leaves, strict=True) if number not in used]
-        if strict and (missing or unexpected):
-            raise IncompatibleStateError(_mismatch(self.commit.short_id, missing, unexpected, list(self._numbers)))
-        self._check_fit(matched)
-        plan: dict[int, tuple[int, tensors.TorchSink]] = {}
-        for each, number in matched:
-            if each.tie not in plan:
-                plan[each.tie] = number, tensors.TorchSink(each.tensor, name=f"tensor {short_name(each.name)!r}")
-        jobs = (job for number, sink in plan.values() for job in checkout.plan_tensor(self._version, number, sink))
+        plan = plan_restore(self._version, self._values(), target, strict=strict, cast=cast)
+        jobs = (job for number, sink in plan.sinks for job in checkout.plan_tensor(self._version, number, sink))
         try:
-            self._read("load", (number for number, _ in plan.values()), jobs)
+            self._read("load", (number for number, _ in plan.sinks), jobs)
         except IntegrityError as error:
             mixed = "the target now holds old and new values mixed, load another revision into it"
             raise type(error)(f"{error}; {mixed}", error.key) from error
-        return [each.name for each, _ in matched]
-
-    def _check_fit(self, matched: list[tuple[tensors.Target, int]]) -> None:
-        """Raise unless all dtypes and shapes agree, and tensors that are one in the target are equal in the commit."""
-        problems = []
-        first: dict[int, tuple[str, int]] = {}
-        for each, number in matched:
-            name, chosen = first.setdefault(each.tie, (each.name, number))
-            if chosen != number and self._digests(chosen) != self._digests(number):
-                problems.append(
-                    f"{short_name(name)!r} and {short_name(each.name)!r} are one tensor, the commit has other values for each"
-                )
-            info = self._version.tensors[number]
-            found = (tensors.from_torch_dtype(each.tensor.dtype), tuple(each.tensor.shape))
-            if found != (info.dtype.name, info.shape):
-                problems.append(
-                    f"{short_name(each.name)!r} is {found[0]}{list(found[1])}, the commit has {info.dtype.name}{list(info.shape)}"
-                )
-        if problems:
-            raise IncompatibleStateError(
-                f"commit {self.commit.short_id} does not fit the target: {'; '.join(problems[:5])}"
-                f"{f' and {len(problems) - 5} more' if len(problems) > 5 else ''}. Nothing was written. "
-                "Make a target of these shapes and dtypes, or use load(dtype=…)."
-            )
-
-    def _digests(self, number: int) -> list[bytes]:
-        return [row.digest for row in self._version.rows(number)]
+        plan.settle()
+        return plan.restored
 
     def save(self, directory: str | Path, *, max_shard_bytes: int = 5 << 30, overwrite: bool = False) -> list[Path]:
         """Write the tensors as plain safetensors files, with the committed files beside them.
 
         Built beside the target, synced, then moved in. Every name of a tied tensor is written, so that tools find the one
-        they want. Plain values of the state have no place in this format; `state()` gives them.
+        they want. A tensor subclass is written as its parts, `name.part`, all into one shard unless they are larger than
+        one. Plain values of the state have no place in this format; `state()` gives them.
 
         Args:
             directory: made when it is missing.
@@ -344,10 +354,9 @@ class Snapshot(Mapping[str, LazyTensor]):
                 "the plain values of this state (numbers, texts) are not part of the safetensors files; use state() to get them",
                 stacklevel=2,
             )
-        size = sum(self.files.values())
-        with CheckpointWriter(
-            Path(directory), entries, max_shard_bytes=max_shard_bytes, overwrite=overwrite, extra_bytes=size
-        ) as writer:
+        options: dict[str, Any] = {"max_shard_bytes": max_shard_bytes, "overwrite": overwrite}
+        options |= {"units": self._unit_names, "extra_bytes": sum(self.files.values())}
+        with CheckpointWriter(Path(directory), entries, **options) as writer:
             self._read("save", (number for _, number in self._version.leaves), self._jobs_into_files(names, writer))
             for file in self._version.structure.files:
                 if file.tensor is None:
@@ -380,22 +389,3 @@ def _moved(tensor: Any, device: Any, dtype: Any) -> Any:
         return tensor.to(device=device, dtype=dtype)
     except (NotImplementedError, TypeError) as error:
         raise InvalidInputError(f"torch can't convert {tensor.dtype} to {dtype!r}: {str(error).splitlines()[0]}") from error
-
-
-def _mismatch(commit: str, missing: list[str], unexpected: list[str], names: list[str]) -> str:
-    parts = []
-    if missing:
-        shown = []
-        for name in missing[:5]:
-            near = difflib.get_close_matches(name[:200], names, n=1)
-            shown.append(f"{short_name(name)!r}" + (f" (nearest in the commit: {near[0]!r})" if near else ""))
-        parts.append(f"{len(missing)} of the target's tensors are not in the commit: {_listed(shown, len(missing))}")
-    if unexpected:
-        shown = [f"{short_name(name)!r}" for name in unexpected[:5]]
-        parts.append(f"{len(unexpected)} of the commit's are not in the target: {_listed(shown, len(unexpected))}")
-    found = f"commit {commit} does not fit the target: {'; '.join(parts)}"
-    return f"{found}. Nothing was written. Use strict=False to copy what is common."
-
-
-def _listed(shown: list[str], count: int) -> str:
-    return ", ".join(shown) + (", …" if count > len(shown) else "")

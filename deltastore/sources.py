@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from deltastore import files, tensors
+from deltastore import files, offload, tensors
 from deltastore.errors import InvalidInputError
 from deltastore.options import MAX_FILE_BYTES
 from deltastore.state import FlatState, TensorSource
@@ -16,9 +16,11 @@ HELD_FILE_BYTES = 1 << 20  # larger files of a folder are read while they are co
 
 
 def flattened(
-    source: Any, cast: Mapping[str, Any] | None
+    source: Any, cast: Mapping[str, Any] | None, resolver: Callable[[str], Any] | None = None
 ) -> tuple[FlatState | Iterator[tuple[str, TensorSource]], dict[str, bytes | TensorSource]]:
     """The state of any source, and the files that it brings by itself. Reads no tensor bytes.
+
+    `resolver` gives the values of tensors on the meta device, by name, when they are read.
 
     Raises:
         IncompatibleStateError: something in it can't be stored; names it and the conversion to use.
@@ -31,7 +33,8 @@ def flattened(
         }
     if isinstance(source, Iterator):
         return tensors.iterable_sources(source, cast), {}
-    return tensors.flatten_state(source, cast), dict(tensors.module_files(source))
+    resolve = None if resolver is None else offload.Offload(resolver).source
+    return tensors.flatten_state(source, cast, resolve), dict(tensors.module_files(source))
 
 
 def folder_file(path: Path) -> bytes | TensorSource:

@@ -7,6 +7,8 @@ Nodes of the tree are JSON values:
     {"x": i}                     tensor i     {"v": j}                                  plain value j
 
 Keys are packed scalars, so `0` is not `"0"`. Tied leaves share one tensor index. Nothing here knows what a tensor is.
+
+A tensor that is made of other tensors is a dict with the reserved key `RECIPE`: see `TensorParts`.
 """
 
 from __future__ import annotations
@@ -28,8 +30,11 @@ Array = npt.NDArray[np.uint8]
 Key = None | bool | int | float | str | bytes
 Path = tuple[Key, ...]
 
+RECIPE = "__tensor_subclass__"  # the key of a dict that stands for a tensor subclass; refused in every other dict
+
 WRAPPER_PREFIXES = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module"})
 _SCALARS = (type(None), bool, int, float, str, bytes)
+_CONTAINERS = (dict, OrderedDict, list, tuple)
 
 # What to write instead, for types that people do put into states.
 _CONVERSIONS = {
@@ -49,6 +54,13 @@ _CONVERSIONS = {
     "torch.Generator": "`generator.get_state()`",
     "torch._C.Generator": "`generator.get_state()`",
 }
+
+
+class TensorParts(dict[Any, Any]):
+    """What a tensor subclass is made of: under `RECIPE` how it is put together (plain values), then its inner tensors.
+
+    In a tree it is an ordinary dict node, so that a reader that does not know the subclass still finds the inner tensors.
+    """
 
 
 class TensorSource(Protocol):
@@ -113,6 +125,7 @@ class FlatState:
 class _Flattening:
     is_tensor: Callable[[Any], bool]
     tie_key: Callable[[Any], Hashable | None]
+    expand: Callable[[Any, Path], Any]
     tensors: list[Any] = field(default_factory=list)
     values: list[Any] = field(default_factory=list)
     leaves: list[tuple[Path, int]] = field(default_factory=list)
@@ -120,14 +133,17 @@ class _Flattening:
     open_containers: set[int] = field(default_factory=set)
 
     def node(self, value: Any, path: Path) -> Any:
+        kind = type(value)
+        if kind not in _SCALARS and kind not in _CONTAINERS:
+            value = self.expand(value, path)
+            kind = type(value)
         if self.is_tensor(value):
             return {"x": self.tensor(value, path)}
-        kind = type(value)
         if kind in _SCALARS:
             _pack_scalar(value, describe_path(path))
             self.values.append(value)
             return {"v": len(self.values) - 1}
-        if kind not in (dict, OrderedDict, list, tuple):
+        if kind not in _CONTAINERS and kind is not TensorParts:
             raise IncompatibleStateError(f"{describe_path(path)} {_refusal(value)}")
         if id(value) in self.open_containers:
             raise IncompatibleStateError(f"{describe_path(path)} contains itself; a state must be a tree")
@@ -145,6 +161,10 @@ class _Flattening:
         if type(value) in (list, tuple):
             tag = "l" if type(value) is list else "t"
             return {tag: [self.node(item, (*path, i)) for i, item in enumerate(value)]}
+        if RECIPE in value and type(value) is not TensorParts:
+            raise IncompatibleStateError(
+                f"{describe_path(path)} has the key {RECIPE!r}, which stands for tensor subclasses; rename it"
+            )
         pairs = []
         for key, item in value.items():
             if type(key) not in _SCALARS:
@@ -154,7 +174,7 @@ class _Flattening:
                 )
             where = (*path, key)
             pairs.append([_pack_scalar(key, f"the key of {describe_path(where)}"), self.node(item, where)])
-        if type(value) is dict:
+        if type(value) is not OrderedDict:
             return {"d": pairs}
         node: dict[str, Any] = {"o": pairs}
         if hasattr(value, "_metadata"):  # torch keeps the versions of modules there, beside the entries
@@ -177,28 +197,48 @@ class _Flattening:
 
 
 def flatten(
-    value: Any, is_tensor: Callable[[Any], bool], tie_key: Callable[[Any], Hashable | None] = lambda _: None
+    value: Any,
+    is_tensor: Callable[[Any], bool],
+    tie_key: Callable[[Any], Hashable | None] = lambda _: None,
+    expand: Callable[[Any, Path], Any] = lambda value, _: value,
 ) -> FlatState:
     """Take a state apart.
 
     `is_tensor` says which leaves are tensors; leaves with the same `tie_key` share one index (None: never tied).
+    `expand` may give, for whatever is no container and no plain value, what stands for it, such as an object's `state_dict()`.
     Containers must be exactly dict, OrderedDict, list or tuple, at most 64 levels deep; keys and other leaves None,
     bool, int, float, str or bytes. Raises IncompatibleStateError naming the path and what to write instead.
     """
-    work = _Flattening(is_tensor, tie_key)
+    work = _Flattening(is_tensor, tie_key, expand)
     tree = work.node(value, ())
     return FlatState(tree, work.tensors, work.values, work.leaves)
 
 
-def unflatten(tree: Any, tensors: Sequence[Any], values: Sequence[Any]) -> Any:
+def unflatten(
+    tree: Any,
+    tensors: Sequence[Any],
+    values: Sequence[Any],
+    rebuild: Callable[[TensorParts, Path], Any] = lambda parts, _: parts,
+    path: Path = (),
+) -> Any:
     """Put a state together from its tree, any objects in place of the tensors, and its plain values.
+
+    Args:
+        rebuild: makes the tensor that parts stand for, innermost first; by default they stay `TensorParts`.
+        path: where the tree is in a larger one; for messages.
 
     Raises FormatError when the tree is malformed or names an index that is not there.
     """
-    return _build(tree, (), tensors, values)
+    return _build(tree, path, tensors, values, rebuild)
 
 
-def _build(node: Any, path: Path, tensors: Sequence[Any], values: Sequence[Any]) -> Any:
+def _build(
+    node: Any,
+    path: Path,
+    tensors: Sequence[Any],
+    values: Sequence[Any],
+    rebuild: Callable[[TensorParts, Path], Any],
+) -> Any:
     tag, content = _parse(node, path)
     if tag in ("x", "v"):
         leaves = tensors if tag == "x" else values
@@ -207,31 +247,41 @@ def _build(node: Any, path: Path, tensors: Sequence[Any], values: Sequence[Any])
             raise FormatError(f"{describe_path(path)} names {kind} {content}, but there are {len(leaves)}")
         return leaves[content]
     if tag in ("l", "t"):
-        items = [_build(child, (*path, i), tensors, values) for i, child in enumerate(content)]
+        items = [_build(child, (*path, i), tensors, values, rebuild) for i, child in enumerate(content)]
         return items if tag == "l" else tuple(items)
     mapping: dict[Any, Any] = {} if tag == "d" else OrderedDict()
     for key, child in _pairs(content, path):
-        mapping[key] = _build(child, (*path, key), tensors, values)
+        mapping[key] = _build(child, (*path, key), tensors, values, rebuild)
     if "m" in node:
         mapping._metadata = canonical.unpack(node["m"])  # type: ignore[attr-defined]
-    return mapping
+    return rebuild(TensorParts(mapping), path) if tag == "d" and RECIPE in mapping else mapping
 
 
-def leaf_paths(tree: Any) -> list[tuple[Path, int]]:
-    """(path, tensor index) of every tensor leaf of a tree, in order. Raises FormatError."""
-    return list(_leaves(tree, ()))
-
-
-def _leaves(node: Any, path: Path) -> Iterator[tuple[Path, int]]:
-    tag, content = _parse(node, path)
-    if tag == "x":
-        yield path, content
-    elif tag in ("l", "t"):
+def walk(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """(path, node) of every node of a tree, parents before children, in order. Raises FormatError."""
+    tag, content = _parse(tree, path)
+    yield path, tree
+    if tag in ("l", "t"):
         for i, child in enumerate(content):
-            yield from _leaves(child, (*path, i))
+            yield from walk(child, (*path, i))
     elif tag in ("d", "o"):
         for key, child in _pairs(content, path):
-            yield from _leaves(child, (*path, key))
+            yield from walk(child, (*path, key))
+
+
+def leaf_paths(tree: Any, tag: str = "x") -> list[tuple[Path, int]]:
+    """(path, index) of every tensor leaf of a tree, in order; with the tag "v" of every plain value. Raises FormatError."""
+    return [(path, node[tag]) for path, node in walk(tree) if tag in node]
+
+
+def tensor_units(tree: Any) -> list[tuple[Path, Any]]:
+    """(path, node) of the dicts that stand for tensor subclasses; not of those inside another. Raises FormatError."""
+    found: list[tuple[Path, Any]] = []
+    for path, node in walk(tree):
+        inside = found and path[: len(found[-1][0])] == found[-1][0]
+        if "d" in node and not inside and any(pair[0] == RECIPE for pair in node["d"]):
+            found.append((path, node))
+    return found
 
 
 def leaf_names(tree: Any) -> list[str]:

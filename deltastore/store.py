@@ -10,7 +10,7 @@ import os
 import socket
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from types import TracebackType
@@ -210,6 +210,8 @@ class DeltaStore:
         tag: str | None = None,
         author: str | None = None,
         expected_head: str | None = None,
+        base: str | None = None,
+        resolver: Callable[[str], Any] | None = None,
         wait: Literal[True] = True,
         on_full: Literal["raise"] = "raise",
     ) -> Commit: ...
@@ -227,6 +229,8 @@ class DeltaStore:
         tag: str | None = None,
         author: str | None = None,
         expected_head: str | None = None,
+        base: str | None = None,
+        resolver: Callable[[str], Any] | None = None,
         wait: Literal[True] = True,
         on_full: Literal["warn"],
     ) -> Commit | None: ...
@@ -244,6 +248,8 @@ class DeltaStore:
         tag: str | None = None,
         author: str | None = None,
         expected_head: str | None = None,
+        base: str | None = None,
+        resolver: Callable[[str], Any] | None = None,
         wait: Literal[False],
         on_full: Literal["raise", "warn"] = "raise",
     ) -> PendingCommit: ...
@@ -260,6 +266,8 @@ class DeltaStore:
         tag: str | None = None,
         author: str | None = None,
         expected_head: str | None = None,
+        base: str | None = None,
+        resolver: Callable[[str], Any] | None = None,
         wait: bool = True,
         on_full: Literal["raise", "warn"] = "raise",
     ) -> Commit | PendingCommit | None:
@@ -268,7 +276,8 @@ class DeltaStore:
         Args:
             source: a module, a nested state of dicts, lists and tuples with tensors and plain values, an iterator of
                 (name, tensor) pairs that is read one tensor at a time, or the path of a `.safetensors` file or of a
-                folder with one (all its other files are kept).
+                folder with one (all its other files are kept). Any part of a state may be an object with
+                `state_dict()`, such as an optimizer or a scheduler.
             branch: moves to the new commit; made when it does not exist.
             metadata: plain values to find the commit by, such as {"step": 100, "loss": 1.7}.
             cast: {name pattern: torch dtype}; floating tensors are converted before they are committed.
@@ -276,6 +285,9 @@ class DeltaStore:
             tag: made at the new commit.
             author: by default user@host.
             expected_head: a commit id; refuse when the branch is not there any more.
+            base: the revision that this version is an adapter of; its commit id goes into the metadata as "base".
+            resolver: gives, for the name of a tensor that is on the meta device because its values are offloaded, a
+                torch tensor with them. Called when the tensor is read; one result is held at a time.
             wait: False returns as soon as the source may change again, and finishes in the background. At most two commits
                 are on their way; a third call waits for the first.
             on_full: "warn" lets a run go on without this commit when the store is full.
@@ -297,12 +309,13 @@ class DeltaStore:
         from deltastore.commit_request import CommitRequest
         from deltastore.sources import file_bytes, flattened
 
-        state, own_files = flattened(source, cast)
+        pinned = self._with_base(dict(metadata or {}), base)
+        state, own_files = flattened(source, cast, resolver)
         contents = {**own_files, **{name: file_bytes(name, value) for name, value in (files or {}).items()}}
         request = CommitRequest(
             message=message,
             branch=branch,
-            metadata=dict(metadata or {}),
+            metadata=pinned,
             files=contents,
             author=_default_author() if author is None else author,
             expected_head=expected_head,
@@ -321,6 +334,17 @@ class DeltaStore:
                 return committer.failed(request, error)
             warnings.warn(f"{message or 'this version'} was not committed: {error}", stacklevel=2)
             return None
+
+    def _with_base(self, metadata: dict[str, Any], base: str | None) -> dict[str, Any]:
+        """Metadata with the id of the commit that an adapter belongs to."""
+        if base is None:
+            return metadata
+        commit_id = self._history.resolve(base)
+        if metadata.get("base", commit_id) != commit_id:
+            raise InvalidInputError(
+                f"metadata has the base {metadata['base']!r}, but base={base!r} is commit {commit_id}; give one of them"
+            )
+        return {**metadata, "base": commit_id}
 
     def _open_committer(self) -> Committer:
         """The committer, made for the first commit."""

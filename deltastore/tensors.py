@@ -1,4 +1,4 @@
-"""Torch tensors in and out, as ranges of bytes. The only module that imports torch, and only inside functions.
+"""Torch tensors in and out, as ranges of bytes.
 
     state ──flatten_state──▶ FlatState of TorchSource ──read(start, stop)──▶ bytes
     bytes ──TorchSink.view / .write──▶ memory of the target
@@ -14,35 +14,36 @@ import json
 import math
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from deltastore import subclasses
 from deltastore.canonical import show
 from deltastore.dtypes import PACKED_FLOAT4, DType, dtype_of
-from deltastore.errors import IncompatibleStateError, InvalidInputError, MissingDependencyError
-from deltastore.state import Array, FlatState, Path, TensorSource, check_range, describe_path, flatten, leaf_names, path_name
+from deltastore.errors import IncompatibleStateError, InvalidInputError
+from deltastore.live_objects import state_of
+from deltastore.state import (
+    Array,
+    FlatState,
+    Path,
+    TensorSink,
+    TensorSource,
+    check_range,
+    describe_path,
+    flatten,
+    leaf_names,
+    path_name,
+)
+from deltastore.storable import has_memory, is_frozen, tie_key, why_not_stored, why_not_written
+from deltastore.torch_import import import_torch
 
 Tensor = Any  # torch.Tensor: this module is read by type checkers and programs that have no torch
 
+Resolve = Callable[[str, Tensor, bool], TensorSource]
+
 _END = object()
 _NAMED_PROBLEMS = 10  # names listed in one message
-_SUBCLASSES = {
-    "DTensor": "is a DTensor; call `tensor.full_tensor()` on every rank",
-    "FakeTensor": "is a fake tensor, it has no values; make the model outside FakeTensorMode",
-    "FunctionalTensor": "is a functional tensor; call `torch._from_functional_tensor(tensor.elem)`",
-    "NestedTensor": "is a nested tensor; commit the list `tensor.unbind()`",
-    "UninitializedParameter": "is not initialised; run the model once, so that its shape is known",
-    "UninitializedBuffer": "is not initialised; run the model once, so that its shape is known",
-}
-
-
-def _torch() -> Any:
-    try:
-        import torch
-    except ImportError:
-        raise MissingDependencyError("PyTorch is needed for tensors; run `pip install 'deltastore[torch]'`") from None
-    return torch
 
 
 # -- dtypes -----------------------------------------------------------------------------------------------------------
@@ -50,9 +51,9 @@ def _torch() -> Any:
 
 def to_torch_dtype(name: str) -> Any:
     """The torch dtype of this name. Raises IncompatibleStateError when the name or the installed torch lacks it."""
-    found = getattr(_torch(), dtype_of(name).name, None)
+    found = getattr(import_torch(), dtype_of(name).name, None)
     if found is None:
-        raise IncompatibleStateError(f"the installed torch {_torch().__version__} has no dtype {name}; upgrade torch")
+        raise IncompatibleStateError(f"the installed torch {import_torch().__version__} has no dtype {name}; upgrade torch")
     return found
 
 
@@ -93,7 +94,7 @@ class TorchSource:
         tensor = self._tensor
         if check_range(start, stop, self.shape, self._name) == 0:
             return np.empty(0, np.uint8)
-        if not _has_memory(tensor):
+        if not has_memory(tensor):
             raise IncompatibleStateError(f"the memory of {self._name} was freed while it was read; commit it before that")
         lazy = tensor.is_conj() or tensor.is_neg()
         if tensor.device.type == "cpu" and tensor.is_contiguous() and not lazy:
@@ -134,36 +135,86 @@ class CastSource:
         return _memory(raw.to(to_torch_dtype(self.dtype)), readonly=False)
 
 
-def flatten_state(source: Any, cast: Mapping[str, Any] | None = None) -> FlatState:
+def flatten_state(source: Any, cast: Mapping[str, Any] | None = None, resolve: Resolve | None = None) -> FlatState:
     """Take a module or a nested state apart; the tensors of the result are sources. Reads no tensor bytes.
 
-    A module stands for its `state_dict()`; parameters with `requires_grad=False` are marked frozen. Leaves are tied when they
-    have the same non-empty storage, offset, dtype, shape and strides. `cast`: see `cast_state`. Raises IncompatibleStateError
-    naming what can't be committed and the conversion to use.
+    A part with a method `state_dict` stands for that; parameters with `requires_grad=False` are marked frozen. A tensor
+    subclass that flattens becomes `TensorParts`. Leaves are tied when they have the same non-empty storage, offset, dtype, shape
+    and strides.
+
+    Args:
+        cast: see `cast_state`.
+        resolve: makes the source of a tensor on the meta device, from its name, the tensor, and whether it is frozen.
+
+    Raises IncompatibleStateError naming what can't be committed and the conversion to use.
     """
     torch = sys.modules.get("torch")  # while torch is not loaded, nothing in a state can be one of its tensors
     if torch is None:
-        return flatten(source, lambda _: False)
-    if isinstance(source, torch.nn.Module):
-        source = source.state_dict(keep_vars=True)
+        return flatten(source, lambda _: False, expand=state_of)
     thawed: set[Hashable] = set()
+    frozen_parts: dict[int, Any] = {}  # inner tensors of frozen ones, by id; held here so that ids stay theirs
 
-    def tie_key(tensor: Tensor) -> Hashable | None:
-        key = _tie_key(tensor)
-        if not _is_frozen(tensor):
+    def expand(value: Any, path: Path) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return state_of(value, path)
+        if not subclasses.flattens(value):
+            return value
+        parts = subclasses.parts_of(value, path)
+        if is_frozen(value) or id(value) in frozen_parts:
+            frozen_parts.update((id(part), part) for part in parts.values())
+        return parts
+
+    def key_of(tensor: Tensor) -> Hashable | None:
+        key = tie_key(tensor)
+        if not is_frozen(tensor) and id(tensor) not in frozen_parts:
             thawed.add(key)
         return key
 
-    flat = _flatten_tensors(source, tie_key, "committed")
+    flat = flatten_tensors(source, "committed", key_of, expand, resolved=resolve is not None)
     paths: dict[int, Path] = {}
     for path, index in flat.leaves:
         paths.setdefault(index, path)
-    sources = [
-        TorchSource(tensor, name=describe_path(paths[i]), frozen=_tie_key(tensor) not in thawed)
-        for i, tensor in enumerate(flat.tensors)
-    ]
+    sources: list[TensorSource] = []
+    for index, tensor in enumerate(flat.tensors):
+        frozen = tie_key(tensor) not in thawed
+        if tensor.is_meta and resolve is not None:
+            sources.append(resolve(path_name(paths[index]), tensor, frozen))
+        else:
+            sources.append(TorchSource(tensor, name=describe_path(paths[index]), frozen=frozen))
     state = FlatState(flat.tree, sources, flat.values, flat.leaves)
     return state if cast is None else cast_state(state, cast)
+
+
+def flatten_tensors(
+    value: Any,
+    use: str,
+    key_of: Callable[[Tensor], Hashable | None],
+    expand: Callable[[Any, Path], Any],
+    *,
+    resolved: bool = False,
+) -> FlatState:
+    """`state.flatten` for torch tensors, which refuses all that have no plain memory in one message: "can't be {use}"."""
+    torch = import_torch()
+    problems: dict[int, str] = {}
+
+    def key_of_sound(tensor: Tensor) -> Hashable | None:
+        problem = why_not_stored(tensor, resolved=resolved)
+        if problem is None:
+            return key_of(tensor)
+        problems[id(tensor)] = problem
+        return None
+
+    flat = flatten(value, lambda leaf: isinstance(leaf, torch.Tensor), key_of_sound, expand)
+    if problems:
+        lines = [
+            f"{describe_path(path)} {problems[id(flat.tensors[i])]}" for path, i in flat.leaves if id(flat.tensors[i]) in problems
+        ]
+        more = f"\n... and {len(lines) - _NAMED_PROBLEMS} more" if len(lines) > _NAMED_PROBLEMS else ""
+        named = "\n".join(lines[:_NAMED_PROBLEMS])
+        raise IncompatibleStateError(
+            f"{len(lines)} of {len(flat.leaves)} tensors can't be {use}:\n{named}{more}" if len(lines) > 1 else named
+        )
+    return flat
 
 
 def cast_state(state: FlatState, cast: Mapping[str, Any]) -> FlatState:
@@ -195,7 +246,7 @@ def iterable_sources(
     pair.
     """
     targets = _cast_targets(cast or {})
-    torch = _torch()
+    torch = import_torch()
     seen: set[str] = set()
     pairs = iter(iterable)
     while (pair := next(pairs, _END)) is not _END:
@@ -206,14 +257,21 @@ def iterable_sources(
             raise IncompatibleStateError(f"the name {show(name)} comes twice; give every tensor a name of its own")
         seen.add(name)
         flat = flatten({name: tensor}, lambda value: isinstance(value, torch.Tensor))  # refuses arrays and malformed names
-        problem = _problem(tensor) if flat.tensors else "is no tensor; commit plain values as parts of a state"
+        problem = _why_not_streamed(tensor) if flat.tensors else "is no tensor; commit plain values as parts of a state"
         if problem is not None:
             raise IncompatibleStateError(f"{show(name)} {problem}")
-        source = TorchSource(tensor, name=show(name), frozen=_is_frozen(tensor))
+        source = TorchSource(tensor, name=show(name), frozen=is_frozen(tensor))
         item = (name, _cast_source(source, _cast_target(targets, name, source.dtype)))
         del pair, tensor, flat, source
         yield item
         del item
+
+
+def _why_not_streamed(tensor: Tensor) -> str | None:
+    if subclasses.flattens(tensor):
+        kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
+        return f"is a {kind}, which is stored as its parts; commit it as a part of a state, `{{name: tensor}}`"
+    return why_not_stored(tensor)
 
 
 def module_files(source: Any) -> dict[str, bytes]:
@@ -248,15 +306,6 @@ def _wrapped(module: Any) -> Any:
 # -- into torch -------------------------------------------------------------------------------------------------------
 
 
-class Target(NamedTuple):
-    """A tensor leaf of a state that is loaded into; leaves with the same `tie` are tied."""
-
-    path: Path
-    name: str
-    tensor: Tensor
-    tie: int
-
-
 class TorchSink:
     """The memory of a tensor, to be written in ranges of bytes. See `TensorSink`.
 
@@ -266,7 +315,7 @@ class TorchSink:
     __slots__ = ("_name", "_tensor", "_words", "dtype", "shape")
 
     def __init__(self, tensor: Tensor, *, name: str = "tensor") -> None:
-        problem = _problem(tensor) or _overlap(tensor)
+        problem = why_not_stored(tensor) or why_not_written(tensor)
         if problem is not None:
             raise IncompatibleStateError(f"{name} {problem}")
         self._tensor = tensor.detach()
@@ -275,7 +324,7 @@ class TorchSink:
         self.dtype = self._words.name
         self.shape = tuple(int(size) for size in tensor.shape)
         if not tensor.is_inference():  # a graph that saved the old values must notice
-            _torch().autograd.graph.increment_version(tensor)
+            import_torch().autograd.graph.increment_version(tensor)
 
     def view(self, start: int, stop: int) -> Array | None:
         """Writable uint8 view of elements [start, stop), None unless the tensor is contiguous and on the CPU."""
@@ -297,7 +346,7 @@ class TorchSink:
             view[:] = data
         elif count:
             integers, first, last = _integers(self._tensor, self._words, start, stop)
-            filled = _torch().empty(last - first, dtype=integers.dtype)
+            filled = import_torch().empty(last - first, dtype=integers.dtype)
             _memory(filled, readonly=False)[:] = data
             offset = 0
             for block in _blocks(integers, first, last):
@@ -305,33 +354,29 @@ class TorchSink:
                 offset += block.numel()
 
 
-def target_tensors(target: Any) -> list[Target]:
-    """The tensors of a module or nested state that can be loaded into, in order.
+class CastSink:
+    """Memory of one floating dtype that takes the bytes of another, converted range by range. See `TensorSink`."""
 
-    Raises IncompatibleStateError naming all that can't be written to, and those that a module only makes a copy of.
-    """
-    torch = _torch()
-    owned: set[int] | None = None
-    if isinstance(target, torch.nn.Module):
-        module, target = target, target.state_dict(keep_vars=True)
-        owned = {id(value) for value in (*module.parameters(), *module.buffers())}
-        storages = {_pointer(value) for value in (*module.parameters(), *module.buffers()) if _problem(value) is None}
-    flat = _flatten_tensors(target, _tie_key, "loaded into")
-    result = []
-    for path, index in flat.leaves:
-        tensor = flat.tensors[index]
-        problem = _overlap(tensor)
-        if owned is not None and tensor.numel() and id(tensor) not in owned and _pointer(tensor) not in storages:
-            problem = "is a copy made by `state_dict()`; use `module.load_state_dict(snapshot.state())`"
-        if problem is not None:
-            raise IncompatibleStateError(f"{describe_path(path)} {problem}")
-        result.append(Target(path, path_name(path), tensor, index))
-    return result
+    __slots__ = ("_sink", "dtype", "shape")
+
+    def __init__(self, sink: TensorSink, dtype: str) -> None:
+        self._sink = sink
+        self.dtype = dtype
+        self.shape = sink.shape
+
+    def view(self, start: int, stop: int) -> None:
+        """None: what comes in is converted by `write`."""
+        check_range(start, stop, self.shape)
+
+    def write(self, start: int, stop: int, data: Array) -> None:
+        """Convert the bytes of elements [start, stop) and put them into place."""
+        raw = tensor_from_bytes(self.dtype, (stop - start,), data)
+        self._sink.write(start, stop, _memory(raw.to(to_torch_dtype(self._sink.dtype)), readonly=True))
 
 
 def empty_tensor(dtype: str, shape: Sequence[int], device: Any = "cpu") -> Tensor:
     """An uninitialised contiguous tensor of this dtype name and shape."""
-    torch = _torch()
+    torch = import_torch()
     kind = to_torch_dtype(dtype)
     if dtype == "complex32":  # making one directly warns that most operators lack it
         return torch.empty(tuple(shape), dtype=torch.int32, device=device).view(kind)
@@ -351,118 +396,10 @@ def tensor_from_bytes(dtype: str, shape: Sequence[int], data: bytes | Array, dev
     return tensor
 
 
-# -- what can be stored -----------------------------------------------------------------------------------------------
-
-
-def _flatten_tensors(value: Any, tie_key: Callable[[Tensor], Hashable | None], use: str) -> FlatState:
-    """Flatten a state, refusing all tensors that have no plain memory in one message."""
-    torch = _torch()
-    problems: dict[int, str] = {}
-
-    def key_of(tensor: Tensor) -> Hashable | None:
-        problem = _problem(tensor)
-        if problem is None:
-            return tie_key(tensor)
-        problems[id(tensor)] = problem
-        return None
-
-    flat = flatten(value, lambda leaf: isinstance(leaf, torch.Tensor), key_of)
-    if problems:
-        lines = [
-            f"{describe_path(path)} {problems[id(flat.tensors[i])]}" for path, i in flat.leaves if id(flat.tensors[i]) in problems
-        ]
-        more = f"\n... and {len(lines) - _NAMED_PROBLEMS} more" if len(lines) > _NAMED_PROBLEMS else ""
-        named = "\n".join(lines[:_NAMED_PROBLEMS])
-        raise IncompatibleStateError(
-            f"{len(lines)} of {len(flat.leaves)} tensors can't be {use}:\n{named}{more}" if len(lines) > 1 else named
-        )
-    return flat
-
-
-def _problem(tensor: Tensor) -> str | None:
-    """Why a tensor has no plain dense memory, and what to do; None when it has."""
-    torch = _torch()
-    kind = type(tensor)
-    for base in kind.__mro__:
-        if base.__name__ in _SUBCLASSES:
-            return _SUBCLASSES[base.__name__]
-    if kind not in (torch.Tensor, torch.nn.Parameter):
-        return (
-            f"is a {kind.__module__}.{kind.__qualname__}, an unknown tensor subclass; commit the plain tensors that it "
-            "is made of, or `tensor.dequantize()`, or `tensor.as_subclass(torch.Tensor)` where that holds the values"
-        )
-    if torch._is_functional_tensor(tensor):
-        return "is a functional tensor; call `torch._from_functional_tensor(tensor)`"
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        return "is a tensor inside a torch.func transform; commit it outside"
-    if tensor.is_nested:
-        return _SUBCLASSES["NestedTensor"]
-    if tensor.is_quantized:
-        return f"is quantised ({tensor.dtype}); commit `tensor.int_repr()` with its scales, or `tensor.dequantize()`"
-    if tensor.layout is not torch.strided:
-        return f"has the layout {tensor.layout}; commit `tensor.to_dense()`, or its parts"
-    if tensor.is_meta:
-        return (
-            "is on the meta device, it has no values; load the model without offloading, make it with "
-            "`module.to_empty(device='cpu')`, or commit an iterable of (name, tensor) pairs"
-        )
-    name = str(tensor.dtype).removeprefix("torch.")
-    try:
-        dtype = dtype_of(name)
-    except IncompatibleStateError as error:
-        return f"can't be stored: {error}"
-    if tensor.is_neg() and not dtype.floating:
-        return "is a lazily negated integer tensor; call `tensor.resolve_neg()`"
-    if not _has_memory(tensor):
-        return "has no memory behind it (FSDP frees that of sharded parameters); gather the full parameters first"
-    return None
-
-
-def _has_memory(tensor: Tensor) -> bool:
-    """Whether the storage holds every element. Torch itself checks that only when a view is made."""
-    if tensor.numel() == 0:
-        return True
-    try:
-        available = tensor.untyped_storage().nbytes()
-    except (NotImplementedError, RuntimeError):
-        return False
-    last = tensor.storage_offset() + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return bool((last + 1) * tensor.dtype.itemsize <= available)
-
-
-def _overlap(tensor: Tensor) -> str | None:
-    """Why the elements of a tensor can't be written one by one; None when each has memory of its own."""
-    if tensor.is_conj() or tensor.is_neg():
-        return "is a lazily conjugated or negated view; load into `tensor.resolve_conj().resolve_neg()`"
-    reach = 0
-    for step, size in sorted((step, n) for n, step in zip(tensor.shape, tensor.stride(), strict=True) if n > 1):
-        if step <= reach and tensor.numel():
-            kind = "an expanded view" if step == 0 else "a view with overlapping elements"
-            return f"is {kind}, several elements share one place in memory; load into `tensor.contiguous()`"
-        reach += step * (size - 1)
-    return None
-
-
-def _pointer(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage().data_ptr())
-
-
-def _tie_key(tensor: Tensor) -> Hashable | None:
-    if tensor.numel() == 0:
-        return None
-    lazy = (tensor.is_conj(), tensor.is_neg())
-    layout = (tensor.storage_offset(), tensor.dtype, tuple(tensor.shape), tensor.stride())
-    return _pointer(tensor), str(tensor.device), layout, lazy
-
-
-def _is_frozen(tensor: Tensor) -> bool:
-    return isinstance(tensor, _torch().nn.Parameter) and not tensor.requires_grad
-
-
 # -- casts ------------------------------------------------------------------------------------------------------------
 
 
-def _can_cast(name: str) -> bool:
+def can_cast(name: str) -> bool:
     """Whether every element of this dtype is one real floating number."""
     return bool(to_torch_dtype(name).is_floating_point) and name != PACKED_FLOAT4
 
@@ -470,10 +407,10 @@ def _can_cast(name: str) -> bool:
 def _cast_targets(cast: Mapping[str, Any]) -> list[tuple[str, str]]:
     targets = []
     for pattern, dtype in cast.items():
-        if not isinstance(dtype, (str, _torch().dtype)):
+        if not isinstance(dtype, (str, import_torch().dtype)):
             raise InvalidInputError(f"cast[{pattern!r}] is {dtype!r}; expected a torch dtype, such as torch.bfloat16")
         target = from_torch_dtype(dtype)
-        if not _can_cast(target):
+        if not can_cast(target):
             raise InvalidInputError(f"cast[{pattern!r}] is {target}; expected a floating dtype, such as torch.bfloat16")
         targets.append((pattern, target))
     return targets
@@ -482,7 +419,7 @@ def _cast_targets(cast: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _cast_target(targets: list[tuple[str, str]], name: str, dtype: str) -> str | None:
     """The dtype that a leaf is cast to, None when it stays as it is."""
     target = next((target for pattern, target in targets if fnmatch.fnmatchcase(name, pattern)), None)
-    return target if target != dtype and _can_cast(dtype) else None
+    return target if target != dtype and can_cast(dtype) else None
 
 
 def _cast_source(source: TensorSource, target: str | None) -> TensorSource:
@@ -516,7 +453,7 @@ def _memory(tensor: Tensor, *, readonly: bool) -> Array:
 
 def _integers(tensor: Tensor, dtype: DType, start: int, stop: int) -> tuple[Tensor, int, int]:
     """The same memory as integers of the same width, with lazy bits ignored, and the range [start, stop) in those."""
-    torch = _torch()
+    torch = import_torch()
     kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}[dtype.itemsize]
     contiguous = tensor.is_contiguous()
     shape = (tensor.numel(),) if contiguous else tuple(tensor.shape)
@@ -548,7 +485,7 @@ def _blocks(tensor: Tensor, start: int, stop: int) -> Iterator[Tensor]:
 
 def _gather(tensor: Tensor, start: int, stop: int) -> Array:
     """A fresh copy of the elements [start, stop) in flat order, as bytes."""
-    out = _torch().empty(stop - start, dtype=tensor.dtype)
+    out = import_torch().empty(stop - start, dtype=tensor.dtype)
     offset = 0
     for block in _blocks(tensor, start, stop):
         out[offset : offset + block.numel()].view(block.shape).copy_(block)

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from deltastore.dtypes import DTYPES, dtype_of
 from deltastore.errors import IncompatibleStateError, InvalidInputError
 from deltastore.state import unflatten
+from deltastore.targets import survey
 from deltastore.tensors import (
     TorchSink,
     TorchSource,
@@ -28,7 +29,6 @@ from deltastore.tensors import (
     flatten_state,
     iterable_sources,
     module_files,
-    target_tensors,
     tensor_from_bytes,
 )
 
@@ -384,7 +384,7 @@ def test_tensors_without_plain_memory_are_refused_by_name(kind: str) -> None:
     with pytest.raises(IncompatibleStateError, match=r"^'w' .*" + message):
         list(iterable_sources([("w", tensor)]))
     with pytest.raises(IncompatibleStateError, match=message):
-        target_tensors([tensor])
+        survey([tensor])
 
 
 def test_all_refused_tensors_are_listed() -> None:
@@ -500,7 +500,7 @@ def test_other_iterables_are_refused(pairs: Any, error: type[Exception], message
 
 def test_targets_are_the_live_tensors() -> None:
     module = Tied()
-    targets = target_tensors(module)
+    targets = survey(module).tensors
     assert [target.name for target in targets] == list(module.state_dict())
     by_name = {target.name: target for target in targets}
     assert by_name["wte.weight"].tie == by_name["head.weight"].tie
@@ -509,21 +509,20 @@ def test_targets_are_the_live_tensors() -> None:
     TorchSink(by_name["head.weight"].tensor).write(0, 28, np.zeros(112, np.uint8))
     assert not module.wte.weight.any()
     assert module.wte.weight._version > version  # autograd notices
-    nested = target_tensors({"optimizer": {"state": {0: {"exp": torch.ones(2)}}, "lr": 0.1}})
+    nested = survey({"optimizer": {"state": {0: {"exp": torch.ones(2)}}, "lr": 0.1}}).tensors
     assert [(target.path, target.name) for target in nested] == [(("optimizer", "state", 0, "exp"), "optimizer.state.0.exp")]
 
 
 def test_copies_made_by_a_module_are_no_targets() -> None:
     class Copying(torch.nn.Linear):
-        def get_extra_state(self) -> torch.Tensor:
-            return torch.ones(2)
-
-        def set_extra_state(self, state: torch.Tensor) -> None:
-            pass
+        def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+            destination[prefix + "doubled"] = 2 * self.weight.detach()
 
     assert len(flatten_state(Copying(2, 2)).tensors) == 3
-    with pytest.raises(IncompatibleStateError, match=r"_extra_state'\] is a copy .*load_state_dict"):
-        target_tensors(Copying(2, 2))
+    for target in (Copying(2, 2), {"model": torch.nn.Sequential(Copying(2, 2))}):
+        with pytest.raises(IncompatibleStateError, match=r"doubled'\] is a copy .*load_state_dict"):
+            survey(target)
 
 
 @pytest.mark.parametrize(
@@ -537,7 +536,7 @@ def test_copies_made_by_a_module_are_no_targets() -> None:
 )
 def test_targets_that_share_places_are_refused_by_name(target: torch.Tensor, message: str) -> None:
     with pytest.raises(IncompatibleStateError, match=r"state\['w'\] is .*" + message):
-        target_tensors({"w": target})
+        survey({"w": target})
     with pytest.raises(IncompatibleStateError, match="w is .*" + message):
         TorchSink(target, name="w")
 

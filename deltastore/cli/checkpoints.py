@@ -57,6 +57,7 @@ def parse_value(text: str) -> bool | int | float | str:
 @click.option("--tag", metavar="NAME", help="A tag to make at the new commit.")
 @click.option("--author", help="By default user@host.")
 @click.option("--expect-head", metavar="ID", help="Refuse when the branch is not at this commit.")
+@click.option("--base", metavar="REV", help="What this version is an adapter of; its id is kept in the metadata.")
 @global_options(writes=True)
 @click.pass_obj
 def commit_command(
@@ -68,6 +69,7 @@ def commit_command(
     tag: str | None,
     author: str | None,
     expect_head: str | None,
+    base: str | None,
 ) -> None:
     """Commit PATH: a .safetensors file, or a folder with one or with shards and their index.
 
@@ -76,10 +78,13 @@ def commit_command(
     with settings.open_store(write=not settings.dry_run) as store:
         _check_names(store, branch, tag)
         head = None if expect_head is None else store.get_commit(expect_head).id
+        base_id = None if base is None else store.get_commit(base).id
         if settings.dry_run:
             _print_commit_plan(settings, store, path, branch, tag, head)
             return
-        commit = store.commit(path, message, branch=branch, metadata=metadata, tag=tag, author=author, expected_head=head)
+        commit = store.commit(
+            path, message, branch=branch, metadata=metadata, tag=tag, author=author, expected_head=head, base=base_id
+        )
     output = settings.output()
     if output.as_json:
         output.document(commit_document(commit) | {"branch": branch, "tag": tag})

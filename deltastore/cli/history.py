@@ -299,6 +299,7 @@ class _Change:
     changed: int | None = None
     elements: int | None = None
     nbytes: int | None = None
+    rows: tuple[int, int] | None = None  # changed, shared: of a reshaped tensor
 
 
 def _changes(diff: Diff) -> list[_Change]:
@@ -311,6 +312,7 @@ def _changes(diff: Diff) -> list[_Change]:
             each.changed_elements,
             each.elements,
             each.changed_bytes,
+            None if each.shared_rows is None or each.changed_rows is None else (each.changed_rows, each.shared_rows),
         )
         for each in diff.tensors
     ]
@@ -322,6 +324,8 @@ def _side_text(side: tuple[str, tuple[int, ...]] | None) -> str:
 
 
 def _changed_text(change: _Change) -> str:
+    if change.rows is not None:
+        return f"{change.rows[0]} of {counted(change.rows[1], 'shared row')}"
     if change.changed is None or change.elements is None:
         return ""
     return f"{change.changed} ({percent(change.changed, change.elements)})"
@@ -371,6 +375,8 @@ def _diff_document(diff: Diff, layers: Sequence[LayerChange] | None) -> dict[str
             "elements": each.elements,
             "changed_elements": each.changed_elements,
             "changed_bytes": each.changed_bytes,
+            "shared_rows": each.shared_rows,
+            "changed_rows": each.changed_rows,
         }
         for each in diff.tensors
     ]

@@ -158,7 +158,10 @@ VALUES: dict[str, tuple[Any, str]] = {
     "tuple subclass": (Pair([1]), "tuple"),
     "object": (object(), "plain values"),
     "function": (len, "plain values"),
-    "optimizer": (torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0), "state_dict"),
+    "scheduler": (
+        torch.optim.lr_scheduler.MultiStepLR(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0), [5]),
+        r"\[1\]\['milestones'\] is a collections\.Counter",
+    ),
     "bytearray": (bytearray(b"a"), "bytes"),
     "surrogate": ("\ud800", "surrogate"),
     "surrogate key": ({"\udfff": 1}, "surrogate"),
