@@ -76,6 +76,7 @@ def plan_restore(version: Version, values: Sequence[Any], target: Any, *, strict
     planner.tensors()
     planner.objects()
     planner.values_of(target)
+    planner.recipes()
     planner.refuse_misfits(strict)
     return planner.plan()
 
@@ -156,16 +157,35 @@ class _Planner:
         self._missing["tensors"] = [each.name for each in targets if each.tie not in filled]
         self._unexpected["tensors"] = [name for _, name, number in stored if number not in self._used]
 
+    def recipes(self) -> None:
+        """Tensor subclasses must be put together alike."""
+        if not self._target.recipes:
+            return
+        nodes = [(path, dict_node["d"]) for path, dict_node in walk(self._tree) if "d" in dict_node]
+        stored = [(path, pairs) for path, pairs in nodes if any(key == RECIPE for key, _ in pairs)]
+        matches = match_leaves(
+            [(each.path, each.name) for each in self._target.recipes], [(path, path_name(path)) for path, _ in stored]
+        )
+        for at, match in matches.items():
+            each = self._target.recipes[at]
+            recipe = unflatten(next(node for key, node in stored[match][1] if key == RECIPE), (), self._values)
+            if canonical.encode(recipe) != canonical.encode(each.recipe):
+                self._fills.problems.append(
+                    f"{short_name(each.name)!r} is made as {show(each.recipe, 200)}, the commit has {show(recipe, 200)}"
+                )
+
     def values_of(self, target: Any) -> None:
-        """Match the plain values. Those that can't be replaced, such as recipes of tensor subclasses, must be equal."""
-        stored = [(path, path_name(path), number) for path, number in leaf_paths(self._tree, "v") if not self._is_taken(path)]
+        """Match the plain values. Those that can't be replaced must be equal."""
+        stored = [
+            (path, path_name(path), number)
+            for path, number in leaf_paths(self._tree, "v")
+            if RECIPE not in path and not self._is_taken(path)
+        ]
         targets = self._target.values
         pairs = match_leaves([(each.path, each.name) for each in targets], [(path, name) for path, name, _ in stored])
-        for at, each in enumerate(targets):
-            if at not in pairs:
-                continue
-            value = self._values[stored[pairs[at]][2]]
-            self._count += RECIPE not in each.path
+        self._count += len(pairs)
+        for at, match in pairs.items():
+            each, value = targets[at], self._values[stored[match][2]]
             if not each.fixed:
                 self._steps.append(lambda path=each.path, value=value: replace_value(target, path, value))  # type: ignore[misc]
             elif canonical.encode(value) != canonical.encode(each.value):
@@ -173,8 +193,8 @@ class _Planner:
                     f"{short_name(each.name)!r} is {show(each.value)} and can't be replaced, the commit has {show(value)}"
                 )
         used = set(pairs.values())
-        self._missing["values"] = [each.name for at, each in enumerate(targets) if at not in pairs and RECIPE not in each.path]
-        self._unexpected["values"] = [name for at, (path, name, _) in enumerate(stored) if at not in used and RECIPE not in path]
+        self._missing["values"] = [each.name for at, each in enumerate(targets) if at not in pairs]
+        self._unexpected["values"] = [name for at, (_, name, _) in enumerate(stored) if at not in used]
 
     def refuse_misfits(self, strict: bool) -> None:
         """Raise for names that do not match, when `strict`, and for what does not fit."""

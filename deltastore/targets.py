@@ -13,7 +13,7 @@ from typing import Any
 from deltastore import subclasses
 from deltastore.errors import IncompatibleStateError
 from deltastore.live_objects import is_module, is_optimizer, state_of
-from deltastore.state import Path, describe_path, leaf_paths, path_name
+from deltastore.state import RECIPE, Path, describe_path, leaf_paths, path_name
 from deltastore.storable import storage_pointer, tie_key, why_not_stored, why_not_written
 from deltastore.tensors import flatten_tensors
 from deltastore.torch_import import import_torch
@@ -51,12 +51,22 @@ class TargetObject:
 
 
 @dataclass(frozen=True, slots=True)
+class TargetRecipe:
+    """How a tensor subclass is put together. It can't be changed, only its inner tensors can."""
+
+    path: Path
+    name: str
+    recipe: Any
+
+
+@dataclass(frozen=True, slots=True)
 class Survey:
     """Everything in a target, in order."""
 
     tensors: list[TargetTensor]
     values: list[TargetValue]
     objects: list[TargetObject]
+    recipes: list[TargetRecipe]
 
 
 class ExtraState:
@@ -74,6 +84,7 @@ class _Explorer:
     def __init__(self) -> None:
         self.torch = import_torch()
         self.objects: list[TargetObject] = []
+        self.recipes: list[TargetRecipe] = []
         self.copied: list[Path] = []  # containers that were made for this survey: what is put there would be lost
         self.owned: list[tuple[Path, set[int], set[int]]] = []  # of each module, ids and storages of its tensors
 
@@ -83,7 +94,9 @@ class _Explorer:
             if not subclasses.flattens(value):
                 return value
             self.copied.append(path)
-            return subclasses.parts_of(value, path)
+            parts = subclasses.parts_of(value, path)
+            self.recipes.append(TargetRecipe(path, path_name(path), parts[RECIPE]))
+            return parts
         if is_module(value):
             self.copied.append(path)
             return self._module(value, path)
@@ -140,8 +153,9 @@ def survey(target: Any) -> Survey:
     values = [
         TargetValue(path, path_name(path), flat.values[number], _is_fixed(target, path, explorer.copied))
         for path, number in leaf_paths(flat.tree, "v")
+        if RECIPE not in path
     ]
-    return Survey(tensors, values, explorer.objects)
+    return Survey(tensors, values, explorer.objects, explorer.recipes)
 
 
 def _is_fixed(target: Any, path: Path, copied: list[Path]) -> bool:
