@@ -36,11 +36,11 @@ def index_status(settings: Settings) -> None:
 @click.pass_obj
 def index_upgrade(settings: Settings) -> None:
     """Bring the index to the schema of this version; a copy of it is kept beside it."""
-    path, _ = _locate(settings)
+    path, _ = locate_index(settings)
     from deltastore.index import migrate
     from deltastore.index.database import SCHEMA
 
-    revision = _revision(path)
+    revision = index_revision(path)
     if revision is None:
         raise IndexSchemaError(f"{path} is not the index of a deltastore; put it back from a backup")
     if not migrate.is_known(revision):
@@ -63,10 +63,10 @@ def index_upgrade(settings: Settings) -> None:
 
 def _print_status(settings: Settings) -> None:
     output = settings.output()
-    path, store = _locate(settings)
+    path, store = locate_index(settings)
     from deltastore.index.database import SCHEMA
 
-    revision = _revision(path)
+    revision = index_revision(path)
     status: dict[str, Any] = {"path": str(path), "schema": revision, "expected_schema": SCHEMA, "store": store.uuid}
     if revision == SCHEMA:
         from deltastore.index.index import Index
@@ -89,7 +89,7 @@ def _print_status(settings: Settings) -> None:
                 output.fields(name, text)
 
 
-def _locate(settings: Settings) -> tuple[Path, StoreDocument]:
+def locate_index(settings: Settings) -> tuple[Path, StoreDocument]:
     """The file of the index, and whose it has to be."""
     settings.check_index()
     from deltastore.buckets import FolderBucket, open_bucket
@@ -114,7 +114,7 @@ def _locate(settings: Settings) -> tuple[Path, StoreDocument]:
     return path, document
 
 
-def _revision(path: Path) -> str | None:
+def index_revision(path: Path) -> str | None:
     """The schema of an index file, which is left as it is."""
     from deltastore.index.database import Database
 

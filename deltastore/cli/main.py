@@ -37,6 +37,7 @@ COMMANDS = {
     "du": "stores",
     "cache": "cache",
     "index": "index",
+    "doctor": "doctor",
 }
 
 

@@ -41,15 +41,20 @@ def is_network(kind: str | None) -> bool:
     return kind is not None and (kind in _NETWORK or (kind.startswith("fuse.") and kind not in _LOCAL_FUSE))
 
 
+def filesystem_type_of(folder: Path) -> str | None:
+    """The type of the file system that holds `folder` on this machine; None: unknown."""
+    try:
+        mounts = MOUNTS.read_text("utf-8", "replace")
+    except OSError:  # not Linux: nothing to ask
+        return None
+    return filesystem_type(folder, mounts)
+
+
 def refuse_network(folder: Path) -> None:
     """Raise IndexSchemaError when `folder` is on a network file system, unless DELTASTORE_ALLOW_NETWORK_SQLITE=1."""
     if os.environ.get(OVERRIDE) == "1":
         return
-    try:
-        mounts = MOUNTS.read_text("utf-8", "replace")
-    except OSError:  # not Linux: nothing to ask
-        return
-    kind = filesystem_type(folder, mounts)
+    kind = filesystem_type_of(folder)
     if is_network(kind):
         raise IndexSchemaError(
             f"{folder} is on a network file system ({kind}), where a SQLite index is damaged as soon as two machines "
