@@ -67,7 +67,7 @@ def use(folder: Path, checkpoint: Path | None) -> None:
     commits = run(store, "log")
     check([commit["message"] for commit in commits] == ["step 1", "step 0"], f"unexpected log: {commits}")
     run(store, "show", "main")
-    run(store, "tag", "first", "main~1")
+    run(store, "tag", "create", "first", "main~1")
     check(len(run(store, "diff", "first", "main")["tensors"]) == 1, "one tensor differs")
     check(run(store, "verify", "--read-data")["ok"], "the store is damaged")
     check(run(store, "stats")["commits"] == 2, "two commits expected")
