@@ -4,12 +4,14 @@
 # VENV     folder of the environment
 # TORCH    what pip installs for torch, with options; TORCH="torch --index-url https://download.pytorch.org/whl/cpu"
 #          gives a build without CUDA where the default index has none
+# DIST     folder for the source archive and the wheel of `make package`
 # ARGS     more arguments, for example: make test ARGS="-k codecs -x"
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 VENV ?= .venv
 TORCH ?= $(shell grep '^torch==' constraints.txt)
+DIST ?= dist
 ARGS ?=
 
 BIN := $(VENV)/bin
@@ -17,7 +19,7 @@ READY := $(VENV)/.deltastore-installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint bench clean
+.PHONY: help install demo test lint bench docs pictures package clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -38,6 +40,16 @@ lint: $(READY) ## check style, types and the layers
 
 bench: $(READY) ## measure size and speed against memcpy, safetensors and torch.save
 	@$(BIN)/python -m benchmarks.bench $(ARGS)
+
+docs: $(READY) ## write the reference from docstrings and help (ARGS=--check only compares)
+	@$(BIN)/python docs/build_reference.py $(ARGS)
+
+pictures: $(READY) ## make the pictures of the documentation with the commands themselves
+	@$(BIN)/python -m pip --disable-pip-version-check -qq install 'rich>=13,<16'
+	@PYTHONPATH=. $(BIN)/python docs/build_pictures.py
+
+package: $(READY) ## build the source archive and the wheel into dist/
+	@$(BIN)/python -m build --no-isolation --outdir $(DIST) .
 
 clean: ## remove the environment, build outputs and caches
 	@rm -rf $(VENV) .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
