@@ -17,6 +17,7 @@ import termios
 from collections.abc import Sequence
 from pathlib import Path
 
+from PIL import Image
 from rich.console import Console
 from rich.terminal_theme import MONOKAI
 from rich.text import Text
@@ -24,9 +25,10 @@ from rich.text import Text
 from benchmarks.training import FineTuning, model_folder
 
 IMAGES = Path(__file__).parent / "images"
-COLUMNS = 100
-STEPS = 4
-KEPT_LINES = 14  # of the output of one command
+COLUMNS = 108
+STEPS = 12
+TYPED = 3  # of the steps; the others are committed unseen, for the plots
+KEPT_LINES = 12  # of the output of one command
 MAX_BYTES = 200_000
 PLOTS = {"version.png": ("show", "main"), "history.png": ("stats",)}
 
@@ -39,12 +41,14 @@ def main() -> int:
         screen = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True, color_system="truecolor")
         type_command(screen, folder, "deltastore init runs")
         os.environ["DELTASTORE_URL"] = str(folder / "runs")
-        for step in range(STEPS):
+        for step in range(TYPED):
             line = f"deltastore commit step-{step} -m 'step {step}' --meta step={step} --author you"
             type_command(screen, folder, line)
         for line in ("deltastore log", "deltastore diff main~1 main --stat", "deltastore verify --read-data", "deltastore stats"):
             type_command(screen, folder, line)
         write("session.svg", svg(screen).encode())
+        for step in range(TYPED, STEPS):
+            in_terminal(["deltastore", "commit", f"step-{step}", "-m", f"step {step}", "--meta", f"step={step}"], folder)
         for picture, command in PLOTS.items():
             if "--plot" in in_terminal(["deltastore", command[0], "--help"], folder):
                 plot(picture, command)
@@ -80,7 +84,7 @@ def type_command(screen: Console, folder: Path, line: str) -> None:
 def in_terminal(line: Sequence[str], folder: Path) -> str:
     """What a command prints to a pseudo-terminal."""
     ours, theirs = pty.openpty()
-    termios.tcsetwinsize(theirs, (40, COLUMNS))
+    termios.tcsetwinsize(theirs, (40, COLUMNS - 1))
     places = (str(Path(sys.executable).parent), os.environ["PATH"])
     environment = {**os.environ, "PATH": os.pathsep.join(places), "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TZ": "UTC", "USER": "you"}
     with subprocess.Popen(line, cwd=folder, env=environment, stdin=theirs, stdout=theirs, stderr=theirs) as process:
@@ -111,7 +115,9 @@ def plot(picture: str, command: tuple[str, ...]) -> None:
         subprocess.run(
             [sys.executable, "-m", "deltastore", *command, "--plot", str(target)], check=True, stdout=subprocess.DEVNULL
         )
-        write(picture, target.read_bytes())
+        few_colours = io.BytesIO()
+        Image.open(target).convert("RGB").quantize(128, dither=Image.Dither.NONE).save(few_colours, "png", optimize=True)
+        write(picture, few_colours.getvalue())
 
 
 def write(name: str, data: bytes) -> None:
