@@ -38,8 +38,8 @@ def main() -> int:
     check(options.kernel in (None, NAME), f"the kernel is {NAME}, expected {options.kernel}")
     if options.without_torch:
         check(importlib.util.find_spec("torch") is None, "torch is installed")
-    package = Path(deltastore.__file__).parent
-    check(package.is_relative_to(sysconfig.get_path("platlib")), f"{package} is no installed package")
+    package = Path(deltastore.__file__).resolve().parent
+    check(package.is_relative_to(Path(sysconfig.get_path("platlib")).resolve()), f"{package} is no installed package")
     for part in ("_migrations/versions/0001_initial.py", "_schemas/v1/commit.schema.json", "py.typed"):
         check((package / part).is_file(), f"{part} is missing from {package}")
     with tempfile.TemporaryDirectory() as folder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import os
@@ -212,7 +213,13 @@ def _free_bytes(path: Path) -> int:
 
 
 def _size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+    """Bytes of all files below a folder; other processes may be deleting some of them."""
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += Path(place, name).lstat().st_size
+    return total
 
 
 # -- the store --------------------------------------------------------------------------------------------------------
