@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from deltastore.errors import DeltaStoreError
     from deltastore.history import Commit
     from deltastore.layers import LayerChange, LayerHistory
+    from deltastore.pending import PendingCommit
     from deltastore.restore import Restored
     from deltastore.snapshot import LazyTensor, Snapshot
     from deltastore.stats import DiskUsage, Forecast, StoreStats, Usage
@@ -35,6 +36,7 @@ __all__ = [
     "LayerChange",
     "LayerHistory",
     "LazyTensor",
+    "PendingCommit",
     "Problem",
     "Ref",
     "Restored",
@@ -57,6 +59,7 @@ _HOMES = {
     "LayerChange": "layers",
     "LayerHistory": "layers",
     "LazyTensor": "snapshot",
+    "PendingCommit": "pending",
     "Problem": "verify",
     "Ref": "store",
     "Restored": "restore",

@@ -7,7 +7,6 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-import shutil
 import sqlite3
 import sys
 from dataclasses import dataclass, field
@@ -165,25 +164,19 @@ def _check_extras(report: Report) -> None:
 
 
 def _check_machine(report: Report) -> None:
-    from deltastore.options import worker_count
+    from deltastore.options import available_memory, worker_count
 
-    cores, memory = worker_count(), _available_memory()
+    cores, memory = worker_count(), available_memory()
     shown = "" if memory is None else f", {human_bytes(memory)} of memory available"
     report.fact("machine", {"cores": cores, "memory_available": memory}, f"{cores} cores{shown}")
 
 
-def _available_memory() -> int | None:
-    """Bytes that processes may still take without swapping; None where the system does not say."""
-    try:
-        with Path("/proc/meminfo").open(encoding="ascii") as lines:
-            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration, ValueError):
-        return None
-
-
 def _check_cache(report: Report) -> None:
-    folder = _cache_root()
-    size, free = _size(folder), _free_bytes(folder)
+    from deltastore.cache_folder import cache_root
+    from deltastore.space import free_bytes
+
+    folder = cache_root()
+    size, free = _size(folder), free_bytes(folder) or 0
     writable = os.access(_nearest(folder), os.W_OK)
     fact = {"folder": str(folder), "bytes": size, "free_bytes": free, "writable": writable}
     report.fact("cache", fact, f"{folder}, {human_bytes(size)}, {human_bytes(free)} free")
@@ -196,20 +189,9 @@ def _check_cache(report: Report) -> None:
         report.warning(f"{folder} has {human_bytes(free)} free; set DELTASTORE_CACHE to a folder on a larger disk")
 
 
-def _cache_root() -> Path:
-    if given := os.environ.get("DELTASTORE_CACHE"):
-        return Path(given).expanduser().absolute()
-    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
-    return Path(home).expanduser().absolute() / "deltastore"
-
-
 def _nearest(path: Path) -> Path:
     """The path, or the nearest folder above that exists."""
     return next(place for place in (path, *path.parents) if place.exists())
-
-
-def _free_bytes(path: Path) -> int:
-    return shutil.disk_usage(_nearest(path)).free
 
 
 def _size(folder: Path) -> int:
@@ -248,13 +230,14 @@ def _check_place(report: Report, settings: Settings, fact: dict[str, Any], texts
     from deltastore.cli.index import index_revision, locate_index
     from deltastore.index import filesystems
     from deltastore.index.database import SCHEMA
+    from deltastore.space import free_bytes
 
     path, document = locate_index(settings)
     folder = path.parent
     fact |= {"uuid": document.uuid, "schema": index_revision(path), "expected_schema": SCHEMA}
     kind = filesystems.filesystem_type_of(folder)
     read_only = not (os.access(folder, os.W_OK) and os.access(path, os.W_OK))
-    free = _free_bytes(folder)
+    free = free_bytes(folder) or 0
     fact |= {"filesystem": kind, "read_only": read_only, "free_bytes": free}
     texts += [f"schema {fact['schema']}", f"on {kind or 'an unknown file system'}", "read-only" if read_only else "writable"]
     texts.append(f"{human_bytes(free)} free")

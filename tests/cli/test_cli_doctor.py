@@ -13,6 +13,7 @@ import pytest
 from command_line import ROOT, Run, run_command, run_process
 
 import deltastore
+import deltastore.space
 from deltastore import DeltaStore
 from deltastore.cli import doctor
 from deltastore.codecs import kernel
@@ -121,8 +122,7 @@ def test_a_read_only_folder(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_state_of_disks(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free = {"bytes": 0}
-    usage = type("usage", (), {"free": property(lambda self: free["bytes"])})
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage())
+    monkeypatch.setattr(deltastore.space, "free_bytes", lambda path: free["bytes"])
     result = run("doctor", "--json")
     assert result.code == 1
     assert "free some space" in result.json[PROBLEM][0]
