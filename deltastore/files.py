@@ -11,25 +11,25 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, TypeGuard
 
 import numpy as np
 
 from deltastore.canonical import show
-from deltastore.checkpoint_writer import INDEX_NAME, MAX_HEADER_BYTES, METADATA, WEIGHTS_NAME, CheckpointWriter, plan_shards
+from deltastore.checkpoint_writer import MAX_HEADER_BYTES, METADATA, CheckpointWriter, plan_shards
 from deltastore.dtypes import dtype_of, from_safetensors
 from deltastore.errors import FormatError, InvalidInputError, NotFoundError
 from deltastore.layout import STORE_KEY
 from deltastore.open_file import OpenFile
-from deltastore.state import Array, FlatState, check_range, flatten
+from deltastore.state import Array, check_range
+from deltastore.weights import PICKLED_SUFFIXES, Weights, find_weights, merge_shards, unique_object
 
 __all__ = [
     "Checkpoint",
     "CheckpointWriter",
     "FileSource",
     "SafetensorsFile",
-    "checkpoint_state",
     "open_checkpoint",
     "open_safetensors",
     "plan_shards",
@@ -105,21 +105,12 @@ def open_safetensors(path: str | os.PathLike[str]) -> SafetensorsFile:
 
 def _parse_header(text: bytes) -> dict[str, Any]:
     try:
-        header = json.loads(text.decode("utf-8"), object_pairs_hook=_unique_object) if text[:1] == b"{" else None
+        header = json.loads(text.decode("utf-8"), object_pairs_hook=unique_object) if text[:1] == b"{" else None
     except (ValueError, RecursionError) as error:
         raise FormatError(f"the safetensors header is no JSON: {str(error)[:200]}") from None
     if type(header) is not dict:
         raise FormatError("the safetensors header is no JSON object")
     return header
-
-
-def _unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        seen: set[str] = set()
-        name = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        raise FormatError(f"the name {show(name)} comes twice in the header")
-    return result
 
 
 def _parse_metadata(metadata: Any) -> dict[str, str]:
@@ -193,87 +184,43 @@ def open_file_bytes(path: Path) -> FileSource:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What a checkpoint on disk holds: tensors by name, other files by posix relative name, texts of `__metadata__`."""
+    """What a checkpoint on disk holds: tensors by name, other files by posix relative name, texts of `__metadata__`.
+
+    `pickled`: weights of `torch.save`, which only torch can read (see `sources.checkpoint_state`); there are no `tensors` then.
+    """
 
     tensors: dict[str, FileSource]
     files: dict[str, Path]
     metadata: dict[str, str]
+    pickled: Weights | None = None
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Open a `.safetensors` file, or a folder with one, or with shards and their index; reads headers only.
+    """Open a weight file, or a folder with one, or with shards and their index; reads headers only.
 
-    Tensors come in the order of the file, or of the index. All other files of a folder are listed, except in `.git`, `.cache`
-    and stores. Raises NotFoundError, FormatError when index and shards disagree, InvalidInputError for a folder whose weights
-    are ambiguous, and for what is no plain file.
+    A weight file is a `.safetensors` file, or a `.pt`, `.pth` or `.bin` file of `torch.save`; see `find_weights` for those of a
+    folder. Tensors come in the order of the file, or of the index. All other files of a folder are listed, except in `.git`,
+    `.cache` and stores. Raises NotFoundError, FormatError when index and shards disagree, InvalidInputError for a folder whose
+    weights are ambiguous, and for what is no plain file.
     """
     path = Path(path)
-    if not path.is_dir():
-        opened = open_safetensors(path)
-        return Checkpoint(opened.tensors, {}, opened.metadata)
-    names = sorted(entry.name for entry in path.iterdir())
-    weights = [name for name in names if name.endswith(".safetensors")]
-    indexes = [name for name in names if name.endswith(".safetensors.index.json")]
-    index = INDEX_NAME if INDEX_NAME in indexes else indexes[0] if len(indexes) == 1 else None
-    if index is not None:
-        weight_map = _read_index(path / index)
-        shards = set(weight_map.values())
-        if WEIGHTS_NAME in weights and WEIGHTS_NAME not in shards:
-            raise InvalidInputError(f"{path} has {WEIGHTS_NAME} and {index}, which names other files; remove the stale one")
-        tensors, metadata = _open_shards(path, index, weight_map)
-        return Checkpoint(tensors, _other_files(path, {index, *shards}), metadata)
-    chosen = WEIGHTS_NAME if WEIGHTS_NAME in weights else weights[0] if len(weights) == 1 else None
-    if chosen is None and not weights:
-        raise NotFoundError(f"{path} holds no .safetensors file; save the model there with `save_pretrained`, or name a file")
-    if chosen is None:
-        raise InvalidInputError(
-            f"{path} holds {len(weights)} .safetensors files and no {INDEX_NAME}; name one of {show(weights)}"
-        )
-    opened = open_safetensors(path / chosen)
-    return Checkpoint(opened.tensors, _other_files(path, {chosen}), opened.metadata)
-
-
-def checkpoint_state(checkpoint: Checkpoint) -> FlatState:
-    """The state that a plain dict of these tensors is; its tensors are `FileSource`s."""
-    return flatten(checkpoint.tensors, lambda value: isinstance(value, FileSource))
-
-
-def _read_index(path: Path) -> dict[str, str]:
-    if not path.is_file() or path.stat().st_size > MAX_HEADER_BYTES:
-        raise FormatError(f"{path} is no index of safetensors files: expected a file of at most {MAX_HEADER_BYTES} bytes")
-    try:
-        index = json.loads(path.read_bytes().decode("utf-8"), object_pairs_hook=_unique_object)
-    except (ValueError, RecursionError, FormatError) as error:
-        raise FormatError(f"{path}: {str(error)[:200]}") from None
-    weight_map = index.get("weight_map") if type(index) is dict else None
-    if type(weight_map) is not dict or not all(type(shard) is str for shard in weight_map.values()):
-        raise FormatError(f"{path}: expected an object `weight_map` from tensor names to file names")
-    for shard in set(weight_map.values()):
-        if not shard.endswith(".safetensors") or PurePosixPath(shard).name != shard or "\\" in shard or "\0" in shard:
-            raise FormatError(f"{path}: {show(shard)} is no name of a .safetensors file beside it")
-    return weight_map
-
-
-def _open_shards(folder: Path, index: str, weight_map: dict[str, str]) -> tuple[dict[str, FileSource], dict[str, str]]:
-    shards = list(dict.fromkeys(weight_map.values()))
-    missing = [shard for shard in shards if not (folder / shard).is_file()]
-    if missing:
-        raise FormatError(f"{folder}: {index} names {show(missing)}, which are not there; fetch or save the checkpoint again")
-    opened = {shard: open_safetensors(folder / shard) for shard in shards}
-    tensors: dict[str, FileSource] = {}
-    for name, shard in weight_map.items():
-        if name not in opened[shard].tensors:
-            raise FormatError(f"{folder / shard} has no tensor {show(name)}, which {index} says is there; save it again")
-        tensors[name] = opened[shard].tensors[name]
-    for shard, file in opened.items():
-        for name in file.tensors:
-            if weight_map.get(name) != shard:
-                where = f"says is in {weight_map[name]}" if name in weight_map else "does not name"
-                raise FormatError(f"{folder / shard} has a tensor {show(name)}, which {index} {where}; save it again")
+    if path.is_dir():
+        weights = find_weights(path)
+        files = _other_files(path, weights.names)
+    else:
+        weights = Weights(path.parent, (path.name,), path.name.endswith(PICKLED_SUFFIXES), None, {})
+        files = {}
+    if weights.pickled:
+        return Checkpoint({}, files, {}, weights)
+    opened = {shard: open_safetensors(weights.folder / shard) for shard in weights.shards}
+    if weights.index is None:
+        tensors = opened[weights.shards[0]].tensors
+    else:
+        tensors = merge_shards(weights, {shard: file.tensors for shard, file in opened.items()})
     metadata: dict[str, str] = {}
     for file in opened.values():
         metadata.update(file.metadata)
-    return tensors, metadata
+    return Checkpoint(tensors, files, metadata)
 
 
 def _other_files(folder: Path, skipped: set[str]) -> dict[str, Path]:

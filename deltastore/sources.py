@@ -1,4 +1,4 @@
-"""What can be committed: modules, nested states, streams of named tensors, safetensors files and checkpoint folders."""
+"""What can be committed: modules, nested states, streams of named tensors, weight files and checkpoint folders."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from deltastore import files, offload, tensors
-from deltastore.errors import InvalidInputError
+from deltastore import files, offload, pickled, tensors
+from deltastore.errors import IncompatibleStateError, InvalidInputError
 from deltastore.options import MAX_FILE_BYTES
-from deltastore.state import FlatState, TensorSource
+from deltastore.state import FlatState, TensorSource, flatten
 
 HELD_FILE_BYTES = 1 << 20  # larger files of a folder are read while they are committed
 
@@ -27,7 +27,7 @@ def flattened(
     """
     if isinstance(source, (str, os.PathLike)):
         checkpoint = files.open_checkpoint(Path(source))
-        state = files.checkpoint_state(checkpoint)
+        state = checkpoint_state(checkpoint)
         return (state if cast is None else tensors.cast_state(state, cast)), {
             name: folder_file(path) for name, path in checkpoint.files.items()
         }
@@ -40,6 +40,23 @@ def flattened(
 def folder_file(path: Path) -> bytes | TensorSource:
     """A file of a checkpoint folder: its bytes, or a source of them when it is large."""
     return files.open_file_bytes(path) if path.stat().st_size > HELD_FILE_BYTES else path.read_bytes()
+
+
+def checkpoint_state(checkpoint: files.Checkpoint) -> FlatState:
+    """The state that a checkpoint holds: a plain dict of the tensors of safetensors files, or all that was pickled.
+
+    Raises:
+        FormatError: a pickled file is damaged, or is none.
+        IncompatibleStateError: a pickled file holds what is no data, or what a state can't hold.
+        MissingDependencyError: it takes torch to read a pickled file.
+    """
+    if checkpoint.pickled is None:
+        return flatten(checkpoint.tensors, lambda value: isinstance(value, files.FileSource))
+    content = pickled.load_weights(checkpoint.pickled)
+    try:
+        return tensors.flatten_state(content)
+    except IncompatibleStateError as error:
+        raise IncompatibleStateError(f"{checkpoint.pickled.path}: {error}") from None
 
 
 def file_bytes(name: str, value: str | os.PathLike[str] | bytes) -> bytes:

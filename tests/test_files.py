@@ -30,7 +30,8 @@ from deltastore.errors import (
     StorageError,
     UnsupportedFormatError,
 )
-from deltastore.files import checkpoint_state, open_checkpoint, open_safetensors
+from deltastore.files import open_checkpoint, open_safetensors
+from deltastore.sources import checkpoint_state
 from deltastore.tensors import cast_state, flatten_state, tensor_from_bytes
 
 ROOT = Path(__file__).parents[1]

@@ -73,7 +73,8 @@ def commit_command(
 ) -> None:
     """Commit PATH: a .safetensors file, or a folder with one or with shards and their index.
 
-    All other files of a folder are kept with it. Only what changed against the head of the branch is stored.
+    Without safetensors, .pt, .pth and .bin files of torch.save do as well, if they hold nothing but data. All other files of a
+    folder are kept with it. Only what changed against the head of the branch is stored.
     """
     with settings.open_store(write=not settings.dry_run) as store:
         _check_names(store, branch, tag)
@@ -113,20 +114,22 @@ def _print_commit_plan(
     settings: Settings, store: DeltaStore, path: Path, branch: str, tag: str | None, expected: str | None
 ) -> None:
     from deltastore.files import open_checkpoint
+    from deltastore.sources import checkpoint_state
 
     head = next((ref.commit_id for ref in store.list_refs() if ref.name == branch), None)
     if expected is not None and expected != head:
         raise RefConflictError(branch, expected, head)
     checkpoint = open_checkpoint(path)
-    size = sum(source.nbytes for source in checkpoint.tensors.values())
+    state = checkpoint_state(checkpoint)
+    count, size = len(state.leaves), sum(source.nbytes for source in state.tensors)
     output = settings.output()
     if output.as_json:
         files = [{"name": name, "bytes": file.stat().st_size} for name, file in checkpoint.files.items()]
         plan = {"dry_run": True, "branch": branch, "parent": head, "tag": tag}
-        output.document(plan | {"tensors": len(checkpoint.tensors), "bytes": size, "files": files})
+        output.document(plan | {"tensors": count, "bytes": size, "files": files})
     elif not output.quiet:
         onto = f"onto {head[:12]}" if head else "as its first commit"
-        output.line(f"would commit {counted(len(checkpoint.tensors), 'tensor')}, {human_bytes(size)}, to {branch} {onto}")
+        output.line(f"would commit {counted(count, 'tensor')}, {human_bytes(size)}, to {branch} {onto}")
         output.lines(f"  with {name}" for name in checkpoint.files)
 
 
