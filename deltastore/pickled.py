@@ -23,7 +23,12 @@ _CONVERT = "convert it with the tool that made it, for example to safetensors"
 
 # What torch says of a file that is whole, but needs more than data. All else means damage, or another format.
 _REFUSED_GLOBAL = re.compile(r"GLOBAL (\S+)|unrecognized function (.+)|[Cc]an only (?:build|create new object) .*?got (.+)")
-_REFUSED_KIND = re.compile(r"TorchScript|saved in the ``\.tar`` format|must be imported to load")
+_REFUSED_KINDS = {
+    "TorchScript": "a TorchScript archive, a program",
+    "``.tar`` format": "a tar archive of a very old torch",
+    "must be imported to load": "the state of distributed or nested tensors",
+    "'torch.storage.UntypedStorage' has no attribute 'dtype'": "in torch's old format, which it can't load with these dtypes",
+}
 
 
 def load_weights(weights: Weights) -> Any:
@@ -99,9 +104,10 @@ def _explained(path: Path, text: str) -> DeltaStoreError:
         return IncompatibleStateError(
             f"{path} asks for {show(name)}, and only tensors, containers and plain values are loaded from it; {_CONVERT}"
         )
-    if _REFUSED_KIND.search(text):
-        kind = "a TorchScript archive" if "TorchScript" in text else "no plain file of `torch.save`"
-        return IncompatibleStateError(f"{path} is {kind}, which can't be read as data; {_CONVERT}")
+    for mark, kind in _REFUSED_KINDS.items():
+        if mark in text:
+            return IncompatibleStateError(f"{path} is {kind}, and can't be read as plain tensors; {_CONVERT}")
     lines = text.partition("WeightsUnpickler error:")[2].strip().splitlines() or text.strip().splitlines()
-    reason = lines[0][:200] if lines and "weights_only" not in lines[0] else "it can't be parsed"
+    sentence = bool(lines) and " " in lines[0] and "weights_only" not in lines[0]  # a damaged pickle gives a KeyError: 101
+    reason = lines[0][:200] if sentence else "it can't be parsed"
     return FormatError(f"{path} is damaged or was not made by `torch.save`: {reason}; fetch or save it again")
