@@ -16,6 +16,7 @@ from typing import Any
 from deltastore.canonical import show
 from deltastore.errors import DeltaStoreError, FormatError, IncompatibleStateError, MissingDependencyError, NotFoundError
 from deltastore.open_file import OpenFile, storage_error
+from deltastore.torch_import import import_torch
 from deltastore.weights import Weights, merge_shards
 
 _ZIP_MAGIC = b"PK\x03\x04"
@@ -70,10 +71,7 @@ def load_pickled(path: Path) -> Any:
 
 
 def _torch(path: Path) -> Any:
-    try:
-        import torch
-    except ImportError:
-        raise MissingDependencyError(f"PyTorch is needed to read {path}; run `pip install 'deltastore[torch]'`") from None
+    torch = import_torch()
     if torch.__version__ < (2, 6):  # its `weights_only` could be made to run code
         raise MissingDependencyError(
             f"torch {torch.__version__} can't read {path} safely; run `pip install --upgrade 'deltastore[torch]'`"

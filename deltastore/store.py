@@ -275,9 +275,10 @@ class DeltaStore:
 
         Args:
             source: a module, a nested state of dicts, lists and tuples with tensors and plain values, an iterator of
-                (name, tensor) pairs that is read one tensor at a time, or the path of a `.safetensors` file or of a
-                folder with one (all its other files are kept). Any part of a state may be an object with
-                `state_dict()`, such as an optimizer or a scheduler.
+                (name, tensor) pairs that is read one tensor at a time, or the path of a `.safetensors` file, of a
+                `.pt`, `.pth` or `.bin` file of `torch.save` that holds nothing but data (nothing in it is called), or of a
+                folder with one (all its other files are kept). Any part of a state may be an object with `state_dict()`,
+                such as an optimizer or a scheduler.
             branch: moves to the new commit; made when it does not exist.
             metadata: plain values to find the commit by, such as {"step": 100, "loss": 1.7}.
             cast: {name pattern: torch dtype}; floating tensors are converted before they are committed.
