@@ -71,7 +71,7 @@ def load_pickled(path: Path) -> Any:
 
 
 def _torch(path: Path) -> Any:
-    torch = import_torch()
+    torch = import_torch(f"to read {path}")
     if torch.__version__ < (2, 6):  # its `weights_only` could be made to run code
         raise MissingDependencyError(
             f"torch {torch.__version__} can't read {path} safely; run `pip install --upgrade 'deltastore[torch]'`"

@@ -7,10 +7,10 @@ from typing import Any
 from deltastore.errors import MissingDependencyError
 
 
-def import_torch() -> Any:
-    """The module `torch`. Raises MissingDependencyError where it is not installed."""
+def import_torch(purpose: str = "for tensors") -> Any:
+    """The module `torch`. Raises MissingDependencyError, which says what it was needed for, where it is not installed."""
     try:
         import torch
     except ImportError:
-        raise MissingDependencyError("PyTorch is needed for tensors; run `pip install 'deltastore[torch]'`") from None
+        raise MissingDependencyError(f"PyTorch is needed {purpose}; run `pip install 'deltastore[torch]'`") from None
     return torch
