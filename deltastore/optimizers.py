@@ -31,6 +31,7 @@ def plan_optimizer(optimizer: Any, stored: Any, path: Path, fills: Fills) -> Cal
     groups, saved_groups = optimizer.param_groups, _checked_groups(stored, path)
     parameters = _matched(groups, saved_groups, path)
     prefix = f"{path_name(path)}." if path else ""
+    parted = _parted(groups, saved_groups)
     state: dict[Any, Any] = {}
     for index, entry in stored["state"].items():
         name = f"{prefix}state.{path_name((index,))}"
@@ -45,22 +46,20 @@ def plan_optimizer(optimizer: Any, stored: Any, path: Path, fills: Fills) -> Cal
             key: _merged(value, known.get(key), f"{name}.{path_name((key,))}", fills, _maker(fills, parameter, group, key))
             for key, value in entry.items()
         }
-    options = []
-    for number, (group, saved) in enumerate(zip(groups, saved_groups, strict=True)):
-        device = group["params"][0].device if saved.get("capturable") and group["params"] else "cpu"
-        options.append(
-            {
-                key: _merged(
-                    value,
-                    group.get(key),
-                    f"{prefix}param_groups.{number}.{path_name((key,))}",
-                    fills,
-                    lambda each, name, device=device: fills.create(each.number, name, device),  # type: ignore[misc]
-                )
-                for key, value in saved.items()
-                if key != "params"
-            }
-        )
+    options = [
+        {
+            key: _merged(
+                value,
+                None if (id(group.get(key)), key) in parted else group.get(key),
+                f"{prefix}param_groups.{number}.{path_name((key,))}",
+                fills,
+                _maker(fills, next(iter(group["params"]), None) if saved.get("capturable") else None, saved, key),
+            )
+            for key, value in saved.items()
+            if key != "params"
+        }
+        for number, (group, saved) in enumerate(zip(groups, saved_groups, strict=True))
+    ]
 
     def settle() -> None:
         for owner in [owner for owner in optimizer.state if owner not in state]:
@@ -124,6 +123,16 @@ def _matched(
                 raise IncompatibleStateError(f"{where}: parameter {index!r} of the commit is no index, or comes twice")
             matched[index] = parameter, saved
     return matched
+
+
+def _parted(groups: list[dict[str, Any]], saved_groups: list[dict[Any, Any]]) -> set[tuple[int, Any]]:
+    """(id, key) of tensors that groups share here, such as a default `lr`, where the commit has one for each."""
+    shared: dict[tuple[int, Any], set[Any]] = {}
+    for group, saved in zip(groups, saved_groups, strict=True):
+        for key, value in saved.items():
+            if isinstance(value, Stored) and group.get(key) is not None:
+                shared.setdefault((id(group[key]), key), set()).add(value.number)
+    return {at for at, numbers in shared.items() if len(numbers) > 1}
 
 
 def _maker(fills: Fills, parameter: Any, group: dict[Any, Any], key: Any) -> Make:

@@ -245,7 +245,7 @@ def test_ranges() -> None:
 def test_torch_is_not_imported() -> None:
     code = (
         "import sys, numpy\n"
-        "from deltastore import canonical, digests, dtypes, files, state, tensors\n"
+        "from deltastore import canonical, digests, dtypes, files, offload, restore, state, tensors, training\n"
         "flat = tensors.flatten_state({'step': 5, 'name': 'x'})\n"
         "assert flat.values == [5, 'x'] and not tensors.module_files({})\n"
         "try:\n    tensors.flatten_state({'w': numpy.zeros(3)})\n"

@@ -129,6 +129,8 @@ def test_diff(run: Run, ids: list[str], tmp_path: Path) -> None:
             "elements": 30000,
             "changed_elements": 5,
             "changed_bytes": 120000,
+            "shared_rows": None,
+            "changed_rows": None,
         }
     ]
     assert document["files"] == [{"name": "config.json", "status": "changed"}]
@@ -154,6 +156,32 @@ def test_diff(run: Run, ids: list[str], tmp_path: Path) -> None:
         "changed": 0,
         "files": 2,
     }
+
+
+def test_diff_counts_rows_of_resized_tensors(run: Run, tmp_path: Path) -> None:
+    table = np.arange(20, dtype=np.float32).reshape(5, 4)
+    save_file({"embed": table}, tmp_path / "small.safetensors")
+    assert run("commit", tmp_path / "small.safetensors", "-b", "vocabulary").code == 0
+    larger = np.concatenate([table, table[:2]])
+    larger[3] += 1
+    save_file({"embed": larger}, tmp_path / "large.safetensors")
+    assert run("commit", tmp_path / "large.safetensors", "-b", "vocabulary").code == 0
+    (tensor,) = run("diff", "vocabulary~1", "vocabulary", "--json").json["tensors"]
+    assert (tensor["status"], tensor["shared_rows"], tensor["changed_rows"]) == ("reshaped", 5, 1)
+    assert tensor["after"] == {"dtype": "float32", "shape": [7, 4]}
+    rows = run("diff", "vocabulary~1", "vocabulary").rows
+    assert rows == [["reshaped", "embed", "float32[5,4]", "float32[7,4]", "", "28", "112"]]
+
+
+def test_an_adapter_names_its_base(run: Run, ids: list[str], tmp_path: Path) -> None:
+    save_file({"lora": np.ones(3, np.float32)}, tmp_path / "adapter.safetensors")
+    document = run("commit", tmp_path / "adapter.safetensors", "-b", "adapter", "--base", "v1", "--json").json
+    assert document["metadata"] == {"base": ids[1]}
+    assert run("show", "adapter", "--json").json["metadata"] == {"base": ids[1]}
+    assert run("commit", tmp_path / "adapter.safetensors", "-b", "adapter", "--base", "nothing").code == 10
+    refused = run("commit", tmp_path / "adapter.safetensors", "-b", "adapter", "--base", "v1", "--meta", "base=llama")
+    assert refused.code == 2
+    assert "metadata has the base 'llama'" in refused.err
 
 
 def test_verify_and_stats(run: Run) -> None:

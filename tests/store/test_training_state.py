@@ -301,6 +301,21 @@ def test_a_number_and_a_tensor_replace_each_other(store: DeltaStore) -> None:
     assert with_tensor.param_groups[0]["lr"] == 0.125
 
 
+def test_groups_that_share_a_tensor_here_and_not_in_the_commit(store: DeltaStore) -> None:
+    def make() -> torch.optim.Optimizer:
+        groups = [{"params": [torch.nn.Parameter(torch.ones(2))]} for _ in range(3)]
+        return torch.optim.SGD(groups, lr=torch.tensor(0.5))
+
+    optimizer = make()
+    optimizer.param_groups[2]["lr"] = torch.tensor(0.25)
+    store.commit(optimizer)
+    fresh = make()
+    assert fresh.param_groups[0]["lr"] is fresh.param_groups[2]["lr"]
+    store.checkout().load_into(fresh)
+    assert [group["lr"].item() for group in fresh.param_groups] == [0.5, 0.5, 0.25]
+    assert fresh.param_groups[0]["lr"] is fresh.param_groups[1]["lr"]
+
+
 def test_new_moments_have_the_strides_of_their_parameter(store: DeltaStore) -> None:
     def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         model = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
