@@ -97,22 +97,22 @@ class Fills:
         if shape != info.shape:
             found += self._shapes(info, shape, name)
         elif tensors.can_cast(dtype) and tensors.can_cast(info.dtype.name):
-            self.hints["use cast=True to convert floating values"] = None
+            self.hints["Use cast=True to convert floating values"] = None
         else:
-            self.hints["make a target of the dtypes of the commit"] = None
+            self.hints["Make a target of the dtypes of the commit"] = None
         self.problems.append(found)
 
     def _shapes(self, info: TensorInfo, shape: tuple[int, ...], name: str) -> str:
         differing = [at for at, (a, b) in enumerate(zip(shape, info.shape, strict=False)) if a != b]
         if len(shape) != len(info.shape):
-            self.hints["make a target of the shapes of the commit"] = None
+            self.hints["Make a target of the shapes of the commit"] = None
             return f" ({len(shape)} dimensions, not {len(info.shape)})"
         if differing == [0]:  # such as a vocabulary that was resized
             rows, short = min(shape[0], info.shape[0]), short_name(name)
-            hint = f"the {rows} rows that both have fit: `target[:{rows}].copy_(snapshot[{short!r}][:{rows}].load())`"
+            hint = f"The {rows} rows that both have fit: `target[:{rows}].copy_(snapshot[{short!r}][:{rows}].load())`"
             self.hints[hint] = None
         else:
-            self.hints["make a target of the shapes of the commit"] = None
+            self.hints["Make a target of the shapes of the commit"] = None
         sizes = ", ".join(f"dimension {at}: {shape[at]}, not {info.shape[at]}" for at in differing)
         return f" ({sizes})"
 

@@ -17,7 +17,7 @@ from deltastore.errors import IncompatibleStateError, short_name
 from deltastore.fills import Fills, Stored
 from deltastore.live_objects import is_optimizer
 from deltastore.optimizers import plan_optimizer
-from deltastore.state import RECIPE, Path, TensorSink, leaf_paths, path_name, unflatten, walk
+from deltastore.state import RECIPE, Path, TensorSink, is_within, leaf_paths, path_name, unflatten, walk
 from deltastore.targets import Survey, TargetObject, replace_value, survey
 from deltastore.versions import Version, match_leaves
 
@@ -92,6 +92,7 @@ class _Planner:
         self._last_steps: list[Callable[[], None]] = []  # what may look at them: schedulers
         self._claims: list[tuple[TargetObject, Path, Any]] = []
         self._count = 0
+        self._taken: set[Path] = set()
         self._used: set[int] = set()
         self._missing: dict[str, list[str]] = {}
         self._unexpected: dict[str, list[str]] = {}
@@ -107,6 +108,7 @@ class _Planner:
             if at in pairs:
                 path, node = nodes[pairs[at]]
                 self._claims.append((each, path, node))
+                self._taken.add(path)
                 self._used.update(number for _, number in leaf_paths(node))
 
     def objects(self) -> None:
@@ -137,15 +139,12 @@ class _Planner:
 
         self._last_steps.append(load)
 
-    def _is_taken(self, path: Path) -> bool:
-        return any(path[: len(root)] == root for _, root, _ in self._claims)
-
     def tensors(self) -> None:
         """Match the tensor leaves."""
         stored = [
             (path, name, number)
             for name, (path, number) in zip(self._version.names, self._version.leaves, strict=True)
-            if not self._is_taken(path)
+            if not is_within(path, self._taken)
         ]
         targets = self._target.tensors
         pairs = match_leaves([(each.path, each.name) for each in targets], [(path, name) for path, name, _ in stored])
@@ -179,7 +178,7 @@ class _Planner:
         stored = [
             (path, path_name(path), number)
             for path, number in leaf_paths(self._tree, "v")
-            if RECIPE not in path and not self._is_taken(path)
+            if RECIPE not in path and not is_within(path, self._taken)
         ]
         targets = self._target.values
         pairs = match_leaves([(each.path, each.name) for each in targets], [(path, name) for path, name, _ in stored])
@@ -207,8 +206,8 @@ class _Planner:
         problems, hints = self._fills.problems, list(self._fills.hints)[:3]
         if problems:
             more = f" and {len(problems) - _NAMED} more" if len(problems) > _NAMED else ""
-            advice = f" {'; '.join(hints)[0].upper()}{'; '.join(hints)[1:]}." if hints else ""
-            raise IncompatibleStateError(f"{found}: {'; '.join(problems[:_NAMED])}{more}. Nothing was written.{advice}")
+            advice = f"Nothing was written. {'; '.join(hints)}".strip()
+            raise IncompatibleStateError(f"{found}: {'; '.join(problems[:_NAMED])}{more}. {advice}")
 
     def _mismatches(self) -> list[str]:
         found = self._target

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -304,6 +304,11 @@ def unique_leaf_names(tree: Any) -> list[str]:
             )
         seen[name] = path
     return list(seen)
+
+
+def is_within(path: Path, roots: Set[Path], longer_than: int = -1) -> bool:
+    """Whether a path is one of `roots` or below one of them; only roots of more than `longer_than` keys count."""
+    return any(path[:length] in roots for length in range(longer_than + 1, len(path) + 1))
 
 
 def path_name(path: Path) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from deltastore import subclasses
 from deltastore.errors import IncompatibleStateError
 from deltastore.live_objects import is_module, is_optimizer, state_of
-from deltastore.state import RECIPE, Path, describe_path, leaf_paths, path_name
+from deltastore.state import RECIPE, Path, describe_path, is_within, leaf_paths, path_name
 from deltastore.storable import storage_pointer, tie_key, why_not_stored, why_not_written
 from deltastore.tensors import flatten_tensors
 from deltastore.torch_import import import_torch
@@ -85,7 +85,7 @@ class _Explorer:
         self.torch = import_torch()
         self.objects: list[TargetObject] = []
         self.recipes: list[TargetRecipe] = []
-        self.copied: list[Path] = []  # containers that were made for this survey: what is put there would be lost
+        self.copied: set[Path] = set()  # containers that were made for this survey: what is put there would be lost
         self.owned: list[tuple[Path, set[int], set[int]]] = []  # of each module, ids and storages of its tensors
 
     def expand(self, value: Any, path: Path) -> Any:
@@ -93,12 +93,12 @@ class _Explorer:
         if isinstance(value, self.torch.Tensor):
             if not subclasses.flattens(value):
                 return value
-            self.copied.append(path)
+            self.copied.add(path)
             parts = subclasses.parts_of(value, path)
             self.recipes.append(TargetRecipe(path, path_name(path), parts[RECIPE]))
             return parts
         if is_module(value):
-            self.copied.append(path)
+            self.copied.add(path)
             return self._module(value, path)
         if not is_optimizer(value):
             if isinstance(value, type) or not callable(getattr(value, "state_dict", None)):
@@ -130,7 +130,7 @@ class _Explorer:
         if not tensor.numel():
             return None
         for root, ids, storages in self.owned:
-            inside = path[: len(root)] == root and not any(len(p) > len(root) and path[: len(p)] == p for p in self.copied)
+            inside = path[: len(root)] == root and not is_within(path, self.copied, longer_than=len(root))
             if inside and id(tensor) not in ids and storage_pointer(tensor) not in storages:
                 return "is a copy made by `state_dict()`; use `module.load_state_dict(snapshot.state())`"
         return None
@@ -158,9 +158,9 @@ def survey(target: Any) -> Survey:
     return Survey(tensors, values, explorer.objects, explorer.recipes)
 
 
-def _is_fixed(target: Any, path: Path, copied: list[Path]) -> bool:
+def _is_fixed(target: Any, path: Path, copied: set[Path]) -> bool:
     """Whether no dict or list of the caller holds this value, directly or in tuples."""
-    if any(path[: len(root)] == root for root in copied):
+    if is_within(path, copied):
         return True
     return all(type(holder) is tuple for holder in _holders(target, path))
 
