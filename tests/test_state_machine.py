@@ -29,9 +29,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, event, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 import deltastore.checkout
 import deltastore.commit
@@ -53,8 +53,16 @@ sys.path.append(str(Path(__file__).with_name("faults")))
 
 from store_checks import assert_log_dense
 
-EXAMPLES = int(os.environ.get("DELTASTORE_MACHINE_EXAMPLES", "8"))
-STEPS = int(os.environ.get("DELTASTORE_MACHINE_STEPS", "25"))
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:another writer:UserWarning"),
+    pytest.mark.filterwarnings("ignore:parameters that do not require gradients have changed:UserWarning"),
+    pytest.mark.filterwarnings("ignore:the change is committed, but its log entry:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning"),
+]
+
+EXAMPLES = int(os.environ.get("DELTASTORE_MACHINE_EXAMPLES", "5"))
+STEPS = int(os.environ.get("DELTASTORE_MACHINE_STEPS", "22"))
 
 CHUNK = 64  # elements
 SECONDS = 60.0  # after which something hangs
@@ -387,6 +395,8 @@ class StoreMachine(RuleBasedStateMachine):
         in_order = [each for _, each in self.pending]
         self.pending = []
         self._arrange(made, in_order)
+        place = self.landed.index(version) - len(self.landed) + len(made)
+        event(f"two writers: {len(in_order)} were pending, the other's commit became number {place}")
 
     def _arrange(self, made: list[tuple[Version, Commit]], in_order: list[Version]) -> None:
         """Find out in which order the commits of two writers have landed: their parents say so."""
@@ -619,6 +629,7 @@ class StoreMachine(RuleBasedStateMachine):
         found = {commit.message: commit for commit in self.main.list_history()}
         there = [version.message in found for _, version in called]
         assert there == sorted(there, reverse=True), "a commit landed, one before it did not"
+        event(f"crash: {sum(there)} of {len(called)} pending commits there" if commits else f"crash: the commit there: {there}")
         assert all(version.message in found for version in sure)
         assert refused is None or refused.message not in found
         for (_, version), landed in zip(called, there, strict=True):
@@ -651,6 +662,7 @@ class StoreMachine(RuleBasedStateMachine):
             refused = commit is None
         finally:
             self.fuse.mend()
+        event(f"full disk: refused: {refused}")
         if not refused:
             self.land(version, commit)
         self.check_refs(self.main)
@@ -694,6 +706,9 @@ class StoreMachine(RuleBasedStateMachine):
             else:
                 failed = True
                 assert str(outcome) == FULL
+        event(
+            f"full disk: {sum(isinstance(each, Commit) for each in outcomes)} of {len(called)} pending commits, {commits} calls"
+        )
         self.check_refs(self.main)
         self.commit_now(self.main, after)
 
@@ -787,6 +802,10 @@ class StoreMachine(RuleBasedStateMachine):
         self.check_refs(self.store)
         for version in self.landed:
             self.check(self.store.checkout(str(version.id)), version)
+        if self.landed:
+            tensors = self.store._versions.get(str(self.landed[-1].id)).tensors
+            assert max(each.chunks for each in tensors) == -(-5 * 61 // CHUNK), "the small chunks are not in use"
+        event(f"commits: {len(self.landed) // 10}0 or more")
         report = self.store.verify(read_data=True)
         assert report, report.problems
         assert_log_dense(self.store)
@@ -823,15 +842,7 @@ def _await(pid: int) -> None:
     raise AssertionError(f"the child was still at work after {SECONDS} s")
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:another writer:UserWarning")
-@pytest.mark.filterwarnings("ignore:parameters that do not require gradients have changed:UserWarning")
-@pytest.mark.filterwarnings("ignore:the change is committed, but its log entry:UserWarning")
-@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
-def test_random_histories() -> None:
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]
-        StoreMachine,
-        settings=settings(
-            max_examples=EXAMPLES, stateful_step_count=STEPS, deadline=None, suppress_health_check=list(HealthCheck)
-        ),
-    )
+class TestStore(StoreMachine.TestCase):
+    """Run by pytest."""
+
+    settings = settings(max_examples=EXAMPLES, stateful_step_count=STEPS, deadline=None, suppress_health_check=list(HealthCheck))
