@@ -44,8 +44,8 @@ def step_back() -> None:
     """Lower the priority of the calling thread, for good."""
     if sys.platform == "linux":  # elsewhere this would be the priority of the whole process
         with contextlib.suppress(OSError):
-            thread = threading.get_native_id()
-            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + BACKGROUND_NICENESS)
+            niceness = os.getpriority(os.PRIO_PROCESS, os.getpid()) + BACKGROUND_NICENESS  # this thread may have some already
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
 
 
 class Workers:
@@ -53,7 +53,14 @@ class Workers:
 
     def __init__(self, count: int, name: str, *, background: bool = False) -> None:
         self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
-        self._threads = [run_in_thread(self._work, f"{name}-{n}", background=background) for n in range(count)]
+        self._threads: list[threading.Thread] = []
+        try:
+            for number in range(count):
+                self._threads.append(run_in_thread(self._work, f"{name}-{number}", background=background))
+        except BaseException:  # no more threads, or Ctrl-C: those that have started must not wait for ever
+            for _ in range(count):
+                self._jobs.put(None)
+            raise
 
     def submit(self, function: Callable[P, R], *arguments: P.args, **options: P.kwargs) -> Future[R]:
         """Queue a call; its outcome is that of the future."""
