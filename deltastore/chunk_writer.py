@@ -5,6 +5,7 @@ Nothing names a pack before the commit document does, so a pack that was sent an
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -95,8 +96,10 @@ class ChunkWriter:
         try:
             while self._sent:
                 self._sent.pop(0).result()
-        finally:
-            self._close()
+        except BaseException:
+            self.abandon()
+            raise
+        self._close()
 
     def abandon(self) -> None:
         """Drop what is open and wait for what is on its way. What was sent stays as garbage."""
@@ -125,14 +128,17 @@ class ChunkWriter:
                     self._sent.pop(0).result()
             else:
                 upload = spooled
-        self._sent.append(self._workers.submit(self._put, upload))
-
-    def _put(self, upload: Upload) -> None:
-        self._bucket.put([upload])
+        sent = self._workers.submit(self._bucket.put, [upload])
         if self._spool is not None:
-            self._spool.release(upload)
+            sent.add_done_callback(functools.partial(_release, self._spool, upload))
+        self._sent.append(sent)
 
     def _close(self) -> None:
         workers, self._workers = self._workers, None
         if workers is not None:
             workers.close()
+
+
+def _release(spool: Spool, upload: Upload, sent: Future[None]) -> None:  # noqa: ARG001
+    """A pack was sent, or failed, or was given up: nothing of it is on disk any more."""
+    spool.release(upload)
