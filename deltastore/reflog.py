@@ -11,7 +11,7 @@ import warnings
 
 from deltastore import layout
 from deltastore.buckets.base import Bucket, ObjectInfo, Upload
-from deltastore.errors import DeltaStoreError, StoreFencedError
+from deltastore.errors import StoreFencedError
 from deltastore.formats import SnapshotCommit, SnapshotDocument, SnapshotRef, to_bytes
 from deltastore.index.index import Index
 from deltastore.index.records import OplogRecord
@@ -59,10 +59,10 @@ class RefLog:
             self._write_snapshot(meta.snapshot_seq)
 
     def moved(self) -> None:
-        """Call after each transaction that made log entries. A failure is a warning: the movement stands."""
+        """Call after each transaction that made log entries. A failure, of whatever kind, is a warning: the movement stands."""
         try:
             self.fill_holes()
-        except DeltaStoreError as error:
+        except Exception as error:
             warnings.warn(
                 f"the change is committed, but its log entry could not be written ({error}); the next writer will write it",
                 stacklevel=2,
