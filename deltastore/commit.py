@@ -17,7 +17,8 @@ import uuid
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -32,7 +33,7 @@ from deltastore.forks import renew_in_children
 from deltastore.history import Commit
 from deltastore.index.index import Index
 from deltastore.manifests import PackRef
-from deltastore.pending import PendingCommit, PendingLine
+from deltastore.pending import PendingCommit, PendingLine, take_untold
 from deltastore.placement import NewObject, place
 from deltastore.publisher import Draft, Publisher
 from deltastore.recent_deltas import RecentDeltas
@@ -93,6 +94,7 @@ class Committer:
         self._recent_bytes: dict[str, deque[int]] = {}  # of packs that the last commits to a branch brought
         self._newest: str | None = None  # the last commit that landed: that of the baseline
         self._lock = threading.Lock()
+        self._busy: int | None = None  # the thread that has the lock
         _open.add(self)
         renew_in_children(self)
 
@@ -110,7 +112,7 @@ class Committer:
             DeltaStoreError: a pending commit had failed, and nobody had been told.
         """
         request = request.checked()
-        with self._lock:
+        with self._alone():
             self._pending.settle()
             self._report_failure()
             self._log.fill_holes()
@@ -134,7 +136,7 @@ class Committer:
     ) -> PendingCommit:
         """Scan as `commit` does, and finish in the background. See `commit` for the errors; later ones are `PendingCommit`'s."""
         request = request.checked()
-        with self._lock:
+        with self._alone():
             self._pending.wait_for_room()
             if request.expected_head is not None:  # the id of a pending commit is known to nobody
                 self._pending.settle()
@@ -145,15 +147,22 @@ class Committer:
             work = self._work(request, before, progress)
             self._check_space(work, state)
             pending = PendingCommit(request.branch, request.message, on_full=on_full)
-            self._pending.add(pending)
             name = f"deltastore-commit-{request.branch}"
-            thread = run_in_thread(lambda: self._finish(work, pending, before), name, background=True)
+            started = False
             try:
+                run_in_thread(lambda: self._finish(work, pending, before), name, background=True)
+                started = True
                 work.scanner.take(state, request.files, lambda: _wait_for(before))
-            except BaseException:
-                self._pending.remove(pending)
-                thread.join()
+            except BaseException as error:
+                work.scanner.give_up(error)
+                pending.set_told()
+                if not started:
+                    pending.set_failed(error)
+                if before is not None and before.failed_untold:
+                    before.set_told()  # this call failed with its cause
                 raise
+            finally:
+                self._pending.add(pending)  # not before: a source may read from this store, which waits for pending commits
             self._warn_of_changed_frozen()
             return pending
 
@@ -161,7 +170,7 @@ class Committer:
         """A commit that found no room before it could begin, and about which a warning is enough."""
         pending = PendingCommit(request.branch, request.message, on_full="warn")
         pending.set_failed(error)
-        with self._lock:
+        with self._alone():
             self._pending.add(pending)
         return pending
 
@@ -271,6 +280,21 @@ class Committer:
         """Wait until no commit is on its way. Failures are told later."""
         self._pending.settle()
 
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """One call at a time, and none within another."""
+        if self._busy == threading.get_ident():
+            raise InvalidInputError(
+                "this thread is in the middle of a commit to the same store, whose source or whose signal handler called this; "
+                "have the handler set a flag, and commit or close when the first commit has returned"
+            )
+        with self._lock:
+            self._busy = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._busy = None
+
     def _report_failure(self) -> None:
         failure = self._pending.take_failure()
         if failure is None:
@@ -286,23 +310,28 @@ class Committer:
         Raises:
             DeltaStoreError: a pending commit had failed, and nobody had been told; everything is closed all the same.
         """
-        with self._lock:
-            self._pending.settle()
-            self._publisher.close()
-            self._baseline.close(self._newest)
-            _open.discard(self)
+        with self._alone():
+            self._close()
             self._report_failure()
 
     def close_at_exit(self) -> None:
-        """At the end of the process nobody can handle an error: it becomes a warning."""
+        """As `close`, at the end of the process: nobody can handle an error, and failures are told by `_close_all`."""
         try:
-            self.close()
+            with self._alone():
+                self._close()
         except Exception as error:
-            warnings.warn(f"a commit in the background has failed: {short_name(str(error), 1000)}", stacklevel=1)
+            warnings.warn(f"a store could not be closed: {short_name(str(error), 1000)}", stacklevel=1)
+
+    def _close(self) -> None:
+        self._pending.settle()
+        self._publisher.close()
+        self._baseline.close(self._newest)
+        _open.discard(self)
 
     def renew_after_fork(self) -> None:
         """See `forks`: a child has no pending commits and no share in the parent's lease and baseline file."""
         self._lock = threading.Lock()
+        self._busy = None
         self._pending = PendingLine()
         self._baseline = self._baseline.in_child()
 
@@ -318,3 +347,5 @@ _open: weakref.WeakSet[Committer] = weakref.WeakSet()
 def _close_all() -> None:
     for committer in list(_open):
         committer.close_at_exit()
+    for pending in take_untold():  # also of stores that were forgotten before the end
+        warnings.warn(f"{pending!r}: {short_name(str(pending.error()) or repr(pending.error()), 1000)}", stacklevel=1)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import threading
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from typing import Literal
 
 from deltastore.errors import DeltaStoreError, InvalidInputError, StoreFullError, short_name
@@ -32,7 +33,7 @@ class PendingCommit:
         self.branch = branch
         self.message = message
         self.on_full = on_full
-        self.reported = False  # somebody has been told of its failure
+        self._told = False
         self._process = os.getpid()
         self._outcome: Future[tuple[Commit, Version]] = Future()
         self._encoded = threading.Event()
@@ -64,13 +65,13 @@ class PendingCommit:
         """
         self._check_process()
         try:
-            return self._outcome.result(timeout)[0]
+            error = self._outcome.exception(timeout)  # returned, not raised: a failure may be a TimeoutError, too
         except TimeoutError:
-            if self._outcome.done():  # its own failure is one, too
-                raise
             raise TimeoutError(f"commit {short_name(self.message, 60)!r} is still on its way after {timeout} s") from None
-        finally:
-            self.reported = self.reported or self._outcome.done()
+        if error is not None:
+            self.set_told()
+            raise error
+        return self._outcome.result()[0]
 
     def _check_process(self) -> None:
         if self._process != os.getpid():
@@ -91,9 +92,22 @@ class PendingCommit:
         self._outcome.set_result((commit, version))
 
     def set_failed(self, error: BaseException) -> None:
-        """It will never be."""
-        self._outcome.set_exception(error)
+        """It will never be. The first reason counts."""
+        with contextlib.suppress(InvalidStateError):
+            self._outcome.set_exception(error)
+            if not self._told:
+                _untold.add(self)
         self._encoded.set()
+
+    def set_told(self) -> None:
+        """Whoever made it knows of its failure, or will in a moment."""
+        self._told = True
+        _untold.discard(self)
+
+    @property
+    def failed_untold(self) -> bool:
+        """It has failed, and nobody has been told."""
+        return not self._told and self.error() is not None
 
     def wait_encoded(self) -> Version | None:
         """Wait until the baseline is free; what the version will be, None when it failed."""
@@ -126,10 +140,6 @@ class PendingLine:
         """Stand at the end."""
         self._line.append(pending)
 
-    def remove(self, pending: PendingCommit) -> None:
-        """A call that failed leaves nothing behind."""
-        self._line.remove(pending)
-
     def last(self) -> PendingCommit | None:
         """The newest that is still on its way."""
         return next((each for each in reversed(self._line) if not each.done()), None)
@@ -149,12 +159,28 @@ class PendingLine:
 
     def take_failure(self) -> tuple[BaseException, bool] | None:
         """The first failure that nobody has been told of, and whether a warning is enough; all that failed count as told."""
-        failed = [each for each in self._line if each.error() is not None and not each.reported]
-        self._line = [each for each in self._line if not each.done()]
+        done = [each for each in self._line if each.done()]  # once: more may be done in a moment, and must not be lost
+        self._line = [each for each in self._line if each not in done]
+        failed = [each for each in done if each.failed_untold]
         for each in failed:
-            each.reported = True
+            each.set_told()
         if not failed:
             return None
         error = failed[0].error()
         assert error is not None
         return error, isinstance(error, StoreFullError) and all(each.on_full == "warn" for each in failed)
+
+
+_untold: set[PendingCommit] = set()  # failures, also of stores that nobody holds any more
+
+
+def take_untold() -> list[PendingCommit]:
+    """Commits of this process that have failed without anybody being told; they count as told from now on."""
+    found = [each for each in list(_untold) if each.failed_untold]
+    for each in found:
+        each.set_told()
+    return found
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_untold.clear)  # they are the parent's

@@ -12,6 +12,7 @@ import pytest
 
 pytest.register_assert_rewrite("store_checks")
 
+from moments import Moments  # noqa: E402
 from warm_process import WarmProcess  # noqa: E402
 
 
@@ -44,3 +45,11 @@ def warm_above_shim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmPr
     )
     with WarmProcess({"LD_PRELOAD": str(library)}) as process:
         yield process
+
+
+@pytest.fixture
+def moments() -> Iterator[Moments]:
+    """Stores that the test opens can be held, and made to fail, at chosen operations."""
+    found = Moments()
+    with found.installed():
+        yield found

@@ -425,6 +425,10 @@ def test_a_call_that_fails_leaves_nothing_behind(store: DeltaStore, error: BaseE
     for wait in (False, True):
         with pytest.raises(type(error)):
             store.commit(failing_stream(error), wait=wait)
+        assert len(store.list_refs()) == 1  # waits
+        for thread in threading.enumerate():
+            if thread.name.startswith("deltastore"):
+                thread.join(SECONDS)
         assert threading.active_count() == threads
     with pytest.raises(IncompatibleStateError):
         store.commit({"x": object()}, wait=False)
