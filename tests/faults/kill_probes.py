@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 import kill_shim
 from faulty import Faults, set_in
 from store_checks import assert_all_exact, assert_exact, assert_log_dense
-from tiny_store import commit_next, copy_store, head_step, refs_of, refs_of_open
+from tiny_store import commit_next, commit_step, copy_store, head_step, refs_of, refs_of_open
 
 import deltastore.commit
 import deltastore.reflog
@@ -26,6 +27,7 @@ from deltastore import DeltaStore
 from deltastore.chunk_writer import ChunkWriter
 from deltastore.errors import StoreNotFoundError
 from deltastore.options import LADDER_BASE
+from deltastore.pending import IN_FLIGHT, PendingCommit
 
 SNAPSHOT_INTERVAL = 4  # log entries between two ref snapshots, in the scenario that makes one
 SMALL_PACK_BYTES = 64  # packs that are sent while later chunks are still encoded
@@ -47,6 +49,13 @@ def _commit_in_small_packs(folder: str) -> None:
 def _commit_and_snapshot(folder: str) -> None:
     set_in(deltastore.reflog, "SNAPSHOT_INTERVAL", SNAPSHOT_INTERVAL)
     _commit(folder)
+
+
+def _commit_two_in_the_background(folder: str) -> None:
+    with DeltaStore(folder) as store:
+        step = head_step(store)
+        for next_step in (step + 1, step + 2):
+            commit_step(store, next_step, wait=False)
 
 
 def _create(folder: str) -> None:
@@ -82,6 +91,7 @@ SCENARIOS = {
     "ladder commit": Scenario(_commit, LADDER_BASE),
     "commit in many packs": Scenario(_commit_in_small_packs, 0),
     "commit with a ref snapshot": Scenario(_commit_and_snapshot, SNAPSHOT_INTERVAL - 2),
+    "two commits in the background": Scenario(_commit_two_in_the_background, LADDER_BASE - 1),
     "create": Scenario(_create, None),
     "create a branch": Scenario(_create_branch, 3),
     "reset a branch": Scenario(_reset_branch, 3),
@@ -129,7 +139,7 @@ def _fork(function: Callable[[], None]) -> int:
 def _was_killed(pid: int) -> bool:
     """Wait for a child that returned or was killed; anything else is an error."""
     _, status = os.waitpid(pid, 0)
-    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGKILL, signal.SIGTERM):
         return True
     assert os.WIFEXITED(status), f"the child died of signal {os.WTERMSIG(status)}"
     assert os.WEXITSTATUS(status) == 0, "the child raised; see its traceback on standard error"
@@ -202,12 +212,13 @@ def random_kills(moments: list[dict[str, Any]]) -> list[dict[str, int]]:
     """Kill a process that commits in a loop, again and again, each time at a random moment.
 
     Args:
-        moments: of {"folder": of a new store, "kills": how often, "seed": of the random moments}.
+        moments: of {"folder": of a new store, "kills": how often, "seed": of the random moments, "background": whether
+            commits are on their way all the time}.
     """
     return [_random_kills(**each) for each in moments]
 
 
-def _random_kills(folder: str, kills: int, seed: int) -> dict[str, int]:
+def _random_kills(folder: str, kills: int, seed: int, background: bool) -> dict[str, int]:
     chance = random.Random(seed)
     journal = Path(f"{folder}.journal")
     DeltaStore.create(folder).close()
@@ -215,9 +226,9 @@ def _random_kills(folder: str, kills: int, seed: int) -> dict[str, int]:
     longest = 0.2  # seconds that a victim lives at most; follows the speed of the machine
     for _ in range(kills):
         journal.write_text("")
-        pid = _fork(lambda: _commit_for_ever(folder, journal))
+        pid = _fork(lambda: _commit_for_ever(folder, journal, background))
         time.sleep(chance.uniform(0, longest))
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, chance.choice([signal.SIGKILL, signal.SIGTERM]))
         assert _was_killed(pid)
         returned = [int(line) for line in journal.read_text().split("\n")[:-1]]
         longest = min(1.0, max(0.05, longest * (1.1 if len(returned) < 2 else 0.9)))
@@ -227,7 +238,8 @@ def _random_kills(folder: str, kills: int, seed: int) -> dict[str, int]:
             if step >= 0:
                 assert assert_exact(store, "main") == step
             if returned:
-                assert step - returned[-1] in (0, 1), f"commit() returned step {returned[-1]}, the head is step {step}"
+                allowed = (0, 1, 2) if background else (0, 1)
+                assert step - returned[-1] in allowed, f"commit() returned step {returned[-1]}, the head is step {step}"
             assert commit_next(store) == step + 1
             assert assert_exact(store, "main") == step + 1
     with DeltaStore(folder) as store:
@@ -238,9 +250,18 @@ def _random_kills(folder: str, kills: int, seed: int) -> dict[str, int]:
     return {"commits": len(steps), "promised": promised}
 
 
-def _commit_for_ever(folder: str, journal: Path) -> None:
+def _commit_for_ever(folder: str, journal: Path, background: bool) -> None:
     with DeltaStore(folder) as store, journal.open("a") as lines:
+        step = head_step(store)
+        pending: deque[PendingCommit] = deque()
         while True:
-            step = commit_next(store)
-            lines.write(f"{step}\n")
+            step += 1
+            if background:
+                pending.append(commit_step(store, step, wait=False))
+                if len(pending) <= IN_FLIGHT:
+                    continue
+                landed = pending.popleft().result()
+            else:
+                landed = commit_step(store, step)
+            lines.write(f"{landed.metadata['step']}\n")
             lines.flush()

@@ -16,7 +16,8 @@ from store_checks import assert_all_exact, assert_exact, assert_log_dense
 from tiny_store import commit_step
 
 from deltastore import DeltaStore
-from deltastore.errors import AlreadyExistsError, RefConflictError
+from deltastore.errors import AlreadyExistsError, InvalidInputError, RefConflictError
+from deltastore.pending import PendingCommit
 
 # -- several writers --------------------------------------------------------------------------------------------------
 
@@ -133,6 +134,50 @@ def fork_while_committing(folder: str, child: str, forks: int) -> int:
     return commits
 
 
+def fork_with_pending_commits(folder: str, child: str, forks: int) -> int:
+    """Fork right after commits in the background; the child has none of them; returns how many the parent had."""
+    warnings.filterwarnings("ignore", category=DeprecationWarning, message=".*multi-threaded.*")
+    warnings.filterwarnings("ignore", ".*another writer.*")
+    with DeltaStore.create(folder) as store:
+        pending = [commit_step(store, 0, wait=False)]
+        pending[0].result()
+        for number in range(1, forks + 1):
+            pending.append(commit_step(store, number, wait=False))
+            pid = os.fork()
+            if pid == 0:
+                _assert_of_parent(pending[-1])
+                _in_fork(store, child, 1000 * number)
+            if number % 2:
+                _await(pid)
+            else:
+                pending.append(commit_step(store, 500 + number, wait=False))  # while the child is at work
+                _await(pid)
+        commits = [each.result(60) for each in pending]
+        assert all(each.phase == "visible" for each in pending)
+        ids = [commit.id for commit in reversed(store.list_commits("main"))]
+        assert [each for each in ids if each in {commit.id for commit in commits}] == [commit.id for commit in commits]
+        assert_all_exact(store)
+        assert_log_dense(store)
+    return len(commits)
+
+
+def _assert_of_parent(pending: PendingCommit) -> None:
+    """A child can't wait for what its parent does, and says so at once."""
+    try:
+        try:
+            pending.result()
+        except InvalidInputError as error:
+            assert "which this one was forked from" in str(error)  # noqa: PT017
+        else:
+            raise AssertionError("the parent's commit gave its result to the child")
+        assert not pending.done()
+        assert "PendingCommit" in repr(pending)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+
+
 def _await(pid: int, seconds: float = 20.0) -> None:
     """Wait for a child that must succeed, and soon."""
     end = time.monotonic() + seconds
@@ -164,6 +209,10 @@ def _in_fork(store: DeltaStore, child: str, step: int) -> NoReturn:
         elif child == "commit to main":
             for number in range(2):
                 commit_step(store, step + number)
+        elif child == "commit in the background":
+            mine = [commit_step(store, step + number, branch=f"child-{step}", wait=False) for number in range(3)]
+            assert assert_exact(store, f"child-{step}") == step + 2
+            assert [each.result().metadata["step"] for each in mine] == [step, step + 1, step + 2]
         elif child == "commit to a branch":
             for number in range(2):
                 commit_step(store, step + number, branch=f"child-{step}")

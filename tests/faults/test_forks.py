@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from process_probes import fork_while_committing, fork_with_open_store
+from process_probes import fork_while_committing, fork_with_open_store, fork_with_pending_commits
 from warm_process import WarmProcess
 
 CHILDREN = ["os._exit", "sys.exit", "close", "read", "commit to a branch", "commit to main", "open anew"]
@@ -14,6 +14,11 @@ CHILDREN = ["os._exit", "sys.exit", "close", "read", "commit to a branch", "comm
 @pytest.mark.parametrize("child", CHILDREN)
 def test_fork_with_an_open_store(child: str, warm: WarmProcess, work: Path) -> None:
     warm.call(fork_with_open_store, folder=work / "store", child=child)
+
+
+@pytest.mark.parametrize("child", [*CHILDREN, "commit in the background"])
+def test_fork_with_pending_commits(child: str, warm: WarmProcess, work: Path) -> None:
+    assert warm.call(fork_with_pending_commits, folder=work / "store", child=child, forks=6) == 10
 
 
 @pytest.mark.slow

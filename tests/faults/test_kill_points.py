@@ -19,6 +19,7 @@ EXPECTED_PUTS = {  # that each scenario does what its name says
     "ladder commit": {"packs": 1, "refs/log": 1},
     "commit in many packs": {"packs": 4, "refs/log": 1},
     "commit with a ref snapshot": {"packs": 1, "refs/log": 1, "refs/snapshot": 1},
+    "two commits in the background": {"packs": 2, "refs/log": 2},
     "create": {"epochs": 1, "store.json": 1},
     "create a branch": {"refs/log": 1},
     "reset a branch": {"refs/log": 1},
@@ -60,8 +61,12 @@ def test_kill_at_every_operation(scenario: str, warm: WarmProcess, work: Path) -
         assert sum(label.startswith(f"put {prefix}") for label in puts) >= count, puts
     at = moments(labels, scenario in KILLED_WHILE_READING)
     results = warm.share(kill_at_operations, at, scenario=scenario, template=template)
-    assert [result["killed"] for result in results] == [True] * (len(results) - 1) + [False]
     landed = [result["refs"] != old for result in results]
-    assert landed == sorted(landed), "what had landed at one moment was gone at a later one"
     assert landed[0] is False
     assert landed[-1] is True
+    if "background" in scenario:  # what two threads do is not in the same order every time: any moment, any number of commits
+        assert len({str(result["refs"][:1]) for result in results if result["killed"]} - {str(old[:1])}) > 1
+        assert [result["killed"] for result in results].count(True) > len(results) // 2
+        return
+    assert [result["killed"] for result in results] == [True] * (len(results) - 1) + [False]
+    assert landed == sorted(landed), "what had landed at one moment was gone at a later one"

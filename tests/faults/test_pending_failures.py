@@ -176,10 +176,8 @@ def test_a_failure_between_two_looks_is_not_lost() -> None:
 
     class FailsWhenAsked(PendingCommit):
         def done(self) -> bool:
-            was = super().done()
-            if not was:
-                self.set_failed(StorageError("gone"))
-            return was
+            self.set_failed(StorageError("gone"))
+            return super().done()
 
     for number in range(3):
         pending = FailsWhenAsked("main", f"{number}")
@@ -294,7 +292,8 @@ def test_an_error_at_every_operation(moments: Moments, work: Path) -> None:
                 with pytest.raises(StorageError, match="injected at"):
                     pending.result()
                 failed.append(labels[number])
-            if len(labels) <= number:
+            untouched += len(labels) <= number
+            if untouched == 6:  # not all commits have the same number of operations
                 break
         assert any(label.startswith("put packs") for label in failed)
         assert any(label.startswith("sql INSERT INTO") for label in failed)

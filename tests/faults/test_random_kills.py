@@ -13,8 +13,12 @@ KILLS = 200
 STORES = 8
 
 
-def test_two_hundred_random_kills(warm: WarmProcess, work: Path) -> None:
-    shares = [{"folder": work / f"store-{seed}", "kills": KILLS // STORES, "seed": seed} for seed in range(STORES)]
+@pytest.mark.parametrize("background", [False, True])
+def test_two_hundred_random_kills(background: bool, warm: WarmProcess, work: Path) -> None:
+    shares = [
+        {"folder": work / f"store-{seed}", "kills": KILLS // STORES, "seed": seed, "background": background}
+        for seed in range(STORES)
+    ]
     results = warm.share(random_kills, shares)
     commits, promised = (sum(result[key] for result in results) for key in ("commits", "promised"))
     assert commits >= KILLS  # one by each survivor's check, and those of the victims

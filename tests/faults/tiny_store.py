@@ -12,10 +12,9 @@ from tiny_model import write_file
 
 from deltastore import DeltaStore
 from deltastore.errors import StoreNotFoundError
-from deltastore.history import Commit
 
 
-def commit_step(store: DeltaStore, step: int, **options: Any) -> Commit:
+def commit_step(store: DeltaStore, step: int, **options: Any) -> Any:
     """Commit the tensors of a step, from a file: this process has no torch."""
     with tempfile.TemporaryDirectory(dir=Path(store.address).parent) as folder:
         return store.commit(write_file(Path(folder) / "model.safetensors", step), metadata={"step": step}, **options)
