@@ -137,6 +137,8 @@ class Fuse:
     def __init__(self, store: DeltaStore) -> None:
         self._lock = threading.Lock()
         self._left: dict[str, int] = {}
+        self._may_put = threading.Event()
+        self._may_put.set()
         self._error: Callable[[], Exception] = lambda: StorageError(CRASHED, "injected")
         bucket, database = store._bucket, store._index._database
         for name in ("put", "get", "get_range", "stat", "list"):
@@ -162,6 +164,15 @@ class Fuse:
         with self._lock:
             self._left = {}
 
+    @contextlib.contextmanager
+    def slow_puts(self) -> Iterator[None]:
+        """What is put meanwhile waits for the end of the block, or a while."""
+        self._may_put.clear()
+        try:
+            yield
+        finally:
+            self._may_put.set()
+
     def renew_lock(self) -> None:
         """In a forked child: another thread may have held it."""
         self._lock = threading.Lock()
@@ -175,6 +186,8 @@ class Fuse:
         return guarded
 
     def _burn(self, name: str) -> None:
+        if name == "put":
+            self._may_put.wait(0.3)
         with self._lock:
             for kind in (name, "any"):
                 if kind in self._left:
@@ -380,17 +393,26 @@ class StoreMachine(RuleBasedStateMachine):
             assert all(pending.done() for pending, _ in self.pending)
             self.settle()
 
-    @rule(seed=seeds, branch=branches, baseline=st.sampled_from(["ram", "none", "disk"]), background=st.booleans())
-    def commit_by_another(self, seed: int, branch: str, baseline: str, background: bool) -> None:
+    @rule(
+        seed=seeds,
+        branch=branches,
+        baseline=st.sampled_from(["ram", "none", "disk"]),
+        background=st.integers(0, 2),
+        slow=st.booleans(),
+    )
+    def commit_by_another(self, seed: int, branch: str, baseline: str, background: int, slow: bool) -> None:
         """Perhaps while the store has pending commits to the same branch: they come before or after it."""
         if self.other is None:
             self.other = self.opened(baseline)
-        self.change(seed)
-        if background:
-            self.begin(self.main, branch)
-        self.change(seed + 1)
-        version = self.expected(branch)
-        commit = self.other.commit(self.state, version.message, branch=branch, metadata=version.metadata)
+        if slow:
+            self.settle()
+        with self.fuse.slow_puts() if slow else contextlib.nullcontext():
+            for each in range(background):
+                self.change(seed + each)
+                self.begin(self.main, branch)
+            self.change(seed + background)
+            version = self.expected(branch)
+            commit = self.other.commit(self.state, version.message, branch=branch, metadata=version.metadata)
         made = [(version, commit)] + [(each, waiting.result(SECONDS)) for waiting, each in self.pending]
         in_order = [each for _, each in self.pending]
         self.pending = []
