@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, event, settings
+from hypothesis import HealthCheck, currently_in_test_context, event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -61,8 +61,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning"),
 ]
 
-EXAMPLES = int(os.environ.get("DELTASTORE_MACHINE_EXAMPLES", "5"))
-STEPS = int(os.environ.get("DELTASTORE_MACHINE_STEPS", "22"))
+EXAMPLES = int(os.environ.get("DELTASTORE_MACHINE_EXAMPLES", "4"))
+STEPS = int(os.environ.get("DELTASTORE_MACHINE_STEPS", "16"))
 
 CHUNK = 64  # elements
 SECONDS = 60.0  # after which something hangs
@@ -194,6 +194,12 @@ class Fuse:
                     if self._left[kind] == 0:
                         raise self._error()
                     self._left[kind] -= 1
+
+
+def tell(what: str) -> None:
+    """For `--hypothesis-show-statistics`."""
+    if currently_in_test_context():
+        event(what)
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -418,7 +424,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.pending = []
         self._arrange(made, in_order)
         place = self.landed.index(version) - len(self.landed) + len(made)
-        event(f"two writers: {len(in_order)} were pending, the other's commit became number {place}")
+        tell(f"two writers: {len(in_order)} were pending, the other's commit became number {place}")
 
     def _arrange(self, made: list[tuple[Version, Commit]], in_order: list[Version]) -> None:
         """Find out in which order the commits of two writers have landed: their parents say so."""
@@ -651,7 +657,7 @@ class StoreMachine(RuleBasedStateMachine):
         found = {commit.message: commit for commit in self.main.list_history()}
         there = [version.message in found for _, version in called]
         assert there == sorted(there, reverse=True), "a commit landed, one before it did not"
-        event(f"crash: {sum(there)} of {len(called)} pending commits there" if commits else f"crash: the commit there: {there}")
+        tell(f"crash: {sum(there)} of {len(called)} pending commits there" if commits else f"crash: the commit there: {there}")
         assert all(version.message in found for version in sure)
         assert refused is None or refused.message not in found
         for (_, version), landed in zip(called, there, strict=True):
@@ -684,7 +690,7 @@ class StoreMachine(RuleBasedStateMachine):
             refused = commit is None
         finally:
             self.fuse.mend()
-        event(f"full disk: refused: {refused}")
+        tell(f"full disk: refused: {refused}")
         if not refused:
             self.land(version, commit)
         self.check_refs(self.main)
@@ -710,7 +716,7 @@ class StoreMachine(RuleBasedStateMachine):
                     break
                 self.branches[version.branch] = version
                 called.append((pending, version))
-                self.change(seed - each)
+                self.change(seed + 100 + each)
             outcomes: list[Commit | StoreFullError] = []
             for pending, _ in called:
                 try:
@@ -728,9 +734,7 @@ class StoreMachine(RuleBasedStateMachine):
             else:
                 failed = True
                 assert str(outcome) == FULL
-        event(
-            f"full disk: {sum(isinstance(each, Commit) for each in outcomes)} of {len(called)} pending commits, {commits} calls"
-        )
+        tell(f"full disk: {sum(isinstance(each, Commit) for each in outcomes)} of {len(called)} pending commits, {commits} calls")
         self.check_refs(self.main)
         self.commit_now(self.main, after)
 
@@ -827,7 +831,7 @@ class StoreMachine(RuleBasedStateMachine):
         if self.landed:
             tensors = self.store._versions.get(str(self.landed[-1].id)).tensors
             assert max(each.chunks for each in tensors) == -(-5 * 61 // CHUNK), "the small chunks are not in use"
-        event(f"commits: {len(self.landed) // 10}0 or more")
+        tell(f"commits: {len(self.landed) // 10}0 or more")
         report = self.store.verify(read_data=True)
         assert report, report.problems
         assert_log_dense(self.store)
@@ -868,3 +872,49 @@ class TestStore(StoreMachine.TestCase):
     """Run by pytest."""
 
     settings = settings(max_examples=EXAMPLES, stateful_step_count=STEPS, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def test_every_rule() -> None:
+    """One history that has everything in it, whatever hypothesis chooses."""
+    state = StoreMachine()
+    try:
+        state.create(baseline="disk", pack_bytes=600, manifest_rows=4, staging=1000)
+        state.commit_many(seed=1, branch="main", number=9, wait=True)
+        state.commit_many(seed=11, branch="main", number=9, wait=False)
+        state.read_what_is_pending(branch="main")
+        state.create_branch(seed=4, name="left", second=False)
+        state.commit_in_background(seed=30, branch="left")
+        state.create_tag(name="v1", branch="left", second=False)
+        for slow in (False, True):
+            state.commit_by_another(seed=40, branch="main", baseline="none", background=2, slow=slow)
+            state.commit_by_another(seed=50, branch="right", baseline="none", background=int(slow), slow=slow)
+            state.holds()
+        for number in range(0, 70, 10):
+            state.crash(seed=number, number=number, commits=number // 10 % 4, baseline="disk")
+            state.holds()
+        for number in range(0, 7, 2):
+            state.full_disk(seed=number, number=number, branch="left", on_full=("raise", "warn")[number // 2 % 2])
+            state.full_disk_in_background(seed=number, number=2 * number, commits=3, after="main")
+            state.holds()
+        state.full_disk_for_a_tag(name="v2", seed=0)
+        state.full_disk_for_a_tag(name="v3", seed=1)
+        for background in (False, True):
+            state.fork(seed=60, branch="left", background=background)
+            state.holds()
+        state.go_on_from(seed=3, into=True)
+        state.reset_branch(seed=5, name="main", second=True)
+        state.commit(seed=70, branch="main")
+        state.result()
+        state.go_on_from(seed=20, into=False)
+        state.reopen(baseline="disk", trust="none", both=True)
+        state.commit(seed=80, branch="main")
+        for number in range(0, 60, 12):
+            state.diff(first=number, second=7 * number)
+            state.load(seed=number)
+            state.slices(seed=number)
+            state.revisions(branch="main", steps=number // 4, step=number // 2)
+        state.delete_tag(name="v1", second=True)
+        state.delete_branch(name="right", second=False)
+        state.holds()
+    finally:
+        state.teardown()
