@@ -137,6 +137,7 @@ class Fuse:
     def __init__(self, store: DeltaStore) -> None:
         self._lock = threading.Lock()
         self._left: dict[str, int] = {}
+        self._once = False
         self._may_put = threading.Event()
         self._may_put.set()
         self._error: Callable[[], Exception] = lambda: StorageError(CRASHED, "injected")
@@ -154,10 +155,10 @@ class Fuse:
 
         database._transaction = guarded  # type: ignore[method-assign]
 
-    def blow(self, kind: str, number: int, error: Callable[[], Exception]) -> None:
-        """Fail from operation `number` of a kind on ("any": of all kinds), until `mend`."""
+    def blow(self, kind: str, number: int, error: Callable[[], Exception], *, once: bool = False) -> None:
+        """Fail at operation `number` of a kind ("any": of all kinds), and at all later ones until `mend` unless `once`."""
         with self._lock:
-            self._error, self._left = error, {kind: number}
+            self._error, self._left, self._once = error, {kind: number}, once
 
     def mend(self) -> None:
         """Nothing fails any more."""
@@ -192,6 +193,8 @@ class Fuse:
             for kind in (name, "any"):
                 if kind in self._left:
                     if self._left[kind] == 0:
+                        if self._once:
+                            del self._left[kind]
                         raise self._error()
                     self._left[kind] -= 1
 
@@ -696,13 +699,14 @@ class StoreMachine(RuleBasedStateMachine):
         self.check_refs(self.main)
         self.commit_now(self.main, branch)
 
-    @rule(seed=seeds, number=st.integers(0, 15), commits=st.integers(1, 4), after=branches)
-    def full_disk_in_background(self, seed: int, number: int, commits: int, after: str) -> None:
+    @rule(seed=seeds, number=st.integers(0, 15), commits=st.integers(1, 4), after=branches, once=st.booleans())
+    def full_disk_in_background(self, seed: int, number: int, commits: int, after: str, once: bool) -> None:
+        """Those behind the one that found no room fail, too, even when there is room again."""
         self.settle()
         heads = dict(self.branches)
         rng = random.Random(seed)
         called: list[tuple[PendingCommit, Version]] = []
-        self.fuse.blow("put", number, lambda: StoreFullError(FULL))
+        self.fuse.blow("put", number, lambda: StoreFullError(FULL), once=once)
         try:
             for each in range(commits):
                 self.change(seed + each)
@@ -894,7 +898,7 @@ def test_every_rule() -> None:
             state.holds()
         for number in range(0, 7, 2):
             state.full_disk(seed=number, number=number, branch="left", on_full=("raise", "warn")[number // 2 % 2])
-            state.full_disk_in_background(seed=number, number=2 * number, commits=3, after="main")
+            state.full_disk_in_background(seed=number, number=2 * number, commits=3, after="main", once=number % 4 == 0)
             state.holds()
         state.full_disk_for_a_tag(name="v2", seed=0)
         state.full_disk_for_a_tag(name="v3", seed=1)
