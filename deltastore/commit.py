@@ -164,6 +164,9 @@ class Committer:
             finally:
                 self._pending.add(pending)  # not before: a source may read from this store, which waits for pending commits
             self._warn_of_changed_frozen()
+            if _at_exit.is_set():
+                pending.wait()  # nobody else will
+                _warn_of_untold()
             return pending
 
     def failed(self, request: CommitRequest, error: StoreFullError) -> PendingCommit:
@@ -341,11 +344,18 @@ def _wait_for(before: PendingCommit | None) -> Version | None:
 
 
 _open: weakref.WeakSet[Committer] = weakref.WeakSet()
+_at_exit = threading.Event()  # set when the process no longer waits for threads
 
 
 @atexit.register
 def _close_all() -> None:
+    _at_exit.set()
     for committer in list(_open):
         committer.close_at_exit()
-    for pending in take_untold():  # also of stores that were forgotten before the end
+    _warn_of_untold()
+
+
+def _warn_of_untold() -> None:
+    """Nobody can handle an error any more; this is also of stores that were forgotten before the end."""
+    for pending in take_untold():
         warnings.warn(f"{pending!r}: {short_name(str(pending.error()) or repr(pending.error()), 1000)}", stacklevel=1)

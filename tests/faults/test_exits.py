@@ -91,6 +91,29 @@ def test_a_script_that_ends(end: str, work: Path) -> None:
     assert steps_left(work / "store") == list(range(3 if end == "a thread" else 2))
 
 
+@pytest.mark.parametrize("error", ["None", "StorageError('the bucket is gone', 'io')"])
+def test_a_commit_of_an_exit_handler(error: str, work: Path) -> None:
+    """Registered before the store's own handler, so called after it, when the process waits for no thread any more."""
+    script = f"""
+    import atexit
+    def last():
+        global error
+        error = {error}
+        commit_step(store, 1, message="the last one", wait=False)
+    atexit.register(last)
+    store = DeltaStore.create(folder)
+    commit_step(store, 0, wait=False)
+    """
+    code, errors = run(work / "store", script)
+    assert code == 0
+    if error == "None":
+        assert errors == ""
+        assert steps_left(work / "store") == [0, 1]
+    else:
+        assert "PendingCommit('the last one' to 'main', failed): the bucket is gone" in errors
+        assert steps_left(work / "store") == [0]
+
+
 def test_a_process_of_multiprocessing_ends(work: Path) -> None:
     script = """
     import multiprocessing
@@ -141,9 +164,10 @@ def test_a_full_store_is_told_at_the_end_as_well(work: Path) -> None:
     assert steps_left(work / "store") == [0]
 
 
+@pytest.mark.parametrize("last", ["", "store.close()"])
 @pytest.mark.parametrize("interrupts", [1, 3])
-def test_keyboard_interrupts_while_waiting_at_the_end(interrupts: int, work: Path) -> None:
-    script = """
+def test_keyboard_interrupts_while_waiting_at_the_end(interrupts: int, last: str, work: Path) -> None:
+    script = f"""
     store = DeltaStore.create(folder)
     commit_step(store, 0)
     arrived = threading.Event()
@@ -155,6 +179,7 @@ def test_keyboard_interrupts_while_waiting_at_the_end(interrupts: int, work: Pat
     commit_step(store, 1, wait=False)
     arrived.wait()
     print("at the end", flush=True)
+    {last}
     """
     with start(work / "store", script) as process:
         assert process.stdout is not None
