@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,9 +16,14 @@ from pending_steps import in_thread, later, steps
 from store_checks import assert_all_exact, assert_exact, assert_log_dense
 from tiny_model import state_at
 
+import deltastore.commit
 from deltastore import DeltaStore
+from deltastore.buckets.base import Upload
+from deltastore.buckets.folder import FolderBucket
+from deltastore.chunk_writer import ChunkWriter
 from deltastore.errors import InvalidInputError, RefConflictError
 from deltastore.pending import PendingCommit
+from deltastore.spool import Spool
 
 # -- what is committed ------------------------------------------------------------------------------------------------
 
@@ -71,6 +78,49 @@ def test_a_model_that_changes_at_once(baseline: Literal["ram", "disk", "none"], 
         for number, (bits, pending) in enumerate(expected):
             assert stored_bits(store, pending.result().id) == bits, f"commit {number}"
         assert store.verify(read_data=True)
+
+
+def test_a_scan_that_waits_for_the_encoder(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The window is full after each chunk that has changed."""
+    monkeypatch.setattr("deltastore.scanner.STAGING_BYTES", 1)
+    model = LiveModel(3, large=True)
+    expected = []
+    with DeltaStore.create(work / "store", trust="none") as store:
+        for _ in range(12):
+            expected.append((model.bits(), store.commit(model.state, wait=False)))
+            model.change()
+        for bits, pending in expected:
+            assert stored_bits(store, pending.result().id) == bits
+        assert store.verify(read_data=True)
+
+
+@pytest.mark.parametrize("max_spool", [0, 5000, 1 << 20])
+def test_a_bucket_slower_than_the_encoder(max_spool: int, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packs wait on disk while there is room, and then the encoder does."""
+    held: list[int] = []
+    hold = Spool.hold
+
+    def recorded(spool: Spool, upload: Upload) -> Upload | None:
+        found = hold(spool, upload)
+        held.append(found is not None)
+        return found
+
+    monkeypatch.setattr(FolderBucket, "capabilities", replace(FolderBucket.capabilities, local=False))
+    monkeypatch.setattr(deltastore.commit, "ChunkWriter", functools.partial(ChunkWriter, pack_bytes=64))
+    monkeypatch.setattr(Spool, "hold", recorded)
+    model = LiveModel(4)
+    expected = []
+    with DeltaStore.create(work / "store", cache_dir=work / "cache", max_spool=max_spool, trust="none") as store:
+        for _ in range(12):
+            expected.append((model.bits(), store.commit(model.state, wait=False)))
+            model.change()
+        for bits, pending in expected:
+            assert stored_bits(store, pending.result().id) == bits
+        assert store.verify(read_data=True)
+        assert store._committer is not None
+        assert store._committer._spool is not None
+        assert store._committer._spool._held == {}
+    assert any(held) == (max_spool > 0)
 
 
 def test_a_mixture_of_waiting_and_not(work: Path) -> None:
