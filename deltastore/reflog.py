@@ -6,6 +6,7 @@ next writer fills the hole first. Which entries are in the bucket is recorded in
 
 from __future__ import annotations
 
+import contextlib
 import json
 import warnings
 
@@ -63,10 +64,11 @@ class RefLog:
         try:
             self.fill_holes()
         except Exception as error:
-            warnings.warn(
-                f"the change is committed, but its log entry could not be written ({error}); the next writer will write it",
-                stacklevel=2,
-            )
+            with contextlib.suppress(Warning):  # not even where warnings are errors
+                warnings.warn(
+                    f"the change is committed, but its log entry could not be written ({error}); the next writer will write it",
+                    stacklevel=2,
+                )
 
     def _write(self, record: OplogRecord) -> None:
         key = layout.log_key(record.epoch, record.seq)

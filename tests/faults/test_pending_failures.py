@@ -343,6 +343,24 @@ def test_the_log_entry_fails(wait: bool, error: BaseException, moments: Moments,
         assert assert_log_dense(store) == 3
 
 
+@pytest.mark.parametrize("wait", [True, False])
+def test_the_log_entry_fails_where_warnings_are_errors(wait: bool, moments: Moments, work: Path) -> None:
+    """An error would mean that nothing has changed."""
+    with DeltaStore.create(work / "store") as store:
+        store.commit(state_at(0), metadata={"step": 0})
+        moments.fail("copy refs/log", StorageError("injected", "io"))
+        if wait:
+            store.commit(state_at(1), metadata={"step": 1})
+        else:
+            later(store, 1).result()
+        later(store, 2).result()  # fills the hole
+        moments.fail("put refs/log", StorageError("injected", "io"))
+        store.create_branch("other")
+        assert steps(store, "other") == [0, 1, 2]
+        store.create_tag("last")
+        assert assert_log_dense(store) == 5
+
+
 def test_a_hole_between_two_on_their_way(moments: Moments, work: Path) -> None:
     with DeltaStore.create(work / "store") as store:
         store.commit(state_at(0), metadata={"step": 0})
