@@ -265,3 +265,47 @@ def _commit_for_ever(folder: str, journal: Path, background: bool) -> None:
                 landed = commit_step(store, step)
             lines.write(f"{landed.metadata['step']}\n")
             lines.flush()
+
+
+def random_interrupts(folder: str, interrupts: int, seed: int) -> dict[str, int]:
+    """Ctrl-C at random moments of calls that commit in the background, all in one process, which goes on each time."""
+    chance = random.Random(seed)
+    armed = False
+
+    def interrupt(*_: Any) -> None:
+        nonlocal armed
+        if armed:
+            armed = False
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGALRM, interrupt)
+    longest = 0.05  # seconds; follows the speed of the machine
+    interrupted = commits = 0
+    with DeltaStore.create(folder) as store:
+        while interrupted < interrupts:
+            step = head_step(store)
+            before, number = interrupted, 0
+            try:
+                armed = True
+                signal.setitimer(signal.ITIMER_REAL, chance.uniform(0.0005, longest))
+                for number in range(1, 20):
+                    pending = commit_step(store, step + number, wait=False)
+                    commits += 1
+                pending.result()
+            except KeyboardInterrupt:
+                interrupted += 1
+            finally:
+                armed = False
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            longest = min(1.0, longest * (0.9 if interrupted > before and number > 3 else 1.1))
+            if step >= 0 or commits:
+                found = head_step(store)
+                assert found >= step
+                if found >= 0:
+                    assert assert_exact(store, "main") == found
+        commit_next(store)
+        assert_all_exact(store)
+        assert_log_dense(store)
+        steps = [commit.metadata["step"] for commit in store.list_commits("main")]
+        assert steps == list(range(len(steps) - 1, -1, -1)), "a commit was lost or doubled"
+    return {"commits": commits, "interrupted": interrupted}
