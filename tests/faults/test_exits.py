@@ -130,8 +130,9 @@ def test_a_process_of_multiprocessing_ends(work: Path) -> None:
     assert steps_left(work / "store") == [0, 1]
 
 
-@pytest.mark.parametrize("kept", [True, False], ids=["kept", "forgotten"])
-@pytest.mark.parametrize("end", ["", "sys.exit(3)", "raise ZeroDivisionError"])
+@pytest.mark.parametrize(
+    ("end", "kept"), [("", True), ("", False), ("sys.exit(3)", False), ("raise ZeroDivisionError", True)], ids=str
+)
 def test_the_last_commit_fails(end: str, kept: bool, work: Path) -> None:
     script = f"""
     def work():
@@ -164,8 +165,7 @@ def test_a_full_store_is_told_at_the_end_as_well(work: Path) -> None:
     assert steps_left(work / "store") == [0]
 
 
-@pytest.mark.parametrize("last", ["", "store.close()"])
-@pytest.mark.parametrize("interrupts", [1, 3])
+@pytest.mark.parametrize(("interrupts", "last"), [(1, ""), (1, "store.close()"), (3, "")])
 def test_keyboard_interrupts_while_waiting_at_the_end(interrupts: int, last: str, work: Path) -> None:
     script = f"""
     store = DeltaStore.create(folder)

@@ -37,7 +37,7 @@ from deltastore.pending import PendingCommit, PendingLine, take_untold
 from deltastore.spool import Spool
 from deltastore.workers import BACKGROUND_NICENESS, Workers, run_in_thread
 
-ERRORS = [StorageError("the bucket is gone", "io"), StoreFullError("no room"), MemoryError("no memory"), TimeoutError("too slow")]
+ERRORS = [StorageError("the bucket is gone", "io"), TimeoutError("too slow")]
 
 
 def fail_two(moments: Moments, store: DeltaStore, error: BaseException, **options: Any) -> list[PendingCommit]:
@@ -428,7 +428,7 @@ def test_a_reset_meanwhile(moments: Moments, work: Path) -> None:
         assert_log_dense(store)
 
 
-@pytest.mark.parametrize("before", [1, 6, 62])
+@pytest.mark.parametrize("before", [1, 6, pytest.param(62, marks=pytest.mark.slow)])
 def test_another_writer_meanwhile(before: int, moments: Moments, work: Path) -> None:
     """Both that are on their way go on top of what came between, also across a ladder height."""
     with DeltaStore.create(work / "store") as store, DeltaStore(work / "store") as other:
