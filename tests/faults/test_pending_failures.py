@@ -133,7 +133,7 @@ def test_a_failure_while_the_scan_waits_for_the_encoder(moments: Moments, work: 
 
 
 def test_a_failure_during_the_next_scan_is_told_by_it_alone(moments: Moments, work: Path) -> None:
-    """The scan of the second is at work when the first fails: that call raises, and no later one again."""
+    """The scan of the second is at work when the first fails: that call raises, or its commit has failed; no later one again."""
     store = DeltaStore.create(work / "store")
     store.commit(state_at(0), metadata={"step": 0})
     assert store._committer is not None
@@ -151,7 +151,9 @@ def test_a_failure_during_the_next_scan_is_told_by_it_alone(moments: Moments, wo
         yield "more", tensors["weight"] + 1
 
     with pytest.raises(StorageError, match="the bucket is gone"):
-        store.commit(stream(), wait=False)
+        store.commit(stream(), wait=False).result()
+    with contextlib.suppress(StorageError):  # told already, if the call was the one that raised
+        first.result()
     assert first.phase == "failed"
     assert_as_before(store)
     close_quietly(store)
@@ -575,9 +577,9 @@ def test_what_failed_leaves_no_trace_in_the_spool(work: Path) -> None:
         writer.add(PackEntry(bytes([number] * 32), bytes(16), 4, "raw@1", b"1234", 0, None))
     assert len(spool._held) == 3
     released.set()
+    writer.finish()
     with pytest.raises(StorageError, match="gone"):
-        writer.finish()
-    writer.abandon()
+        writer.join()
     assert spool._held == {}
 
 
