@@ -49,6 +49,11 @@ class FileSource:
     _offset: int
 
     @property
+    def path(self) -> Path:
+        """The file that it is in."""
+        return self._file.path
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all elements."""
         return math.prod(self.shape) * dtype_of(self.dtype).itemsize

@@ -27,6 +27,8 @@ COMMANDS = {
     "init": "stores",
     "commit": "checkpoints",
     "checkout": "checkpoints",
+    "import": "imports",
+    "estimate": "imports",
     "log": "history",
     "show": "history",
     "diff": "history",
