@@ -21,7 +21,7 @@ import xxhash
 from deltastore import files
 from deltastore.canonical import show
 from deltastore.dtypes import dtype_of
-from deltastore.errors import DeltaStoreError, InvalidInputError
+from deltastore.errors import DeltaStoreError, IncompatibleStateError, InvalidInputError
 from deltastore.files import CheckpointWriter, FileSource
 from deltastore.import_plan import Failure, ImportItem, ImportPlan, plan_import
 from deltastore.progress import progress_bar
@@ -98,12 +98,14 @@ def run_estimate(
         work: the folder for the throw-away store; by default the system's folder for temporary files.
 
     Raises:
-        InvalidInputError: nothing to estimate, a sample below 1, or what `plan_import` raises.
+        InvalidInputError: nothing to estimate, a sample below 1, no such dtype, or what `plan_import` raises.
         StoreFullError: too little space in `work`.
         DeltaStoreError: what was wrong with the first checkpoint, when none could be read.
     """
     if type(sample) is not int or sample < 1:
         raise InvalidInputError(f"sample={show(sample)}; expected a whole number from 1: one of how many blocks is looked at")
+    if cast is not None:
+        _check_dtype(cast)
     plan = plan_import(paths)
     if not plan.items:
         raise plan.failures[0].error
@@ -118,6 +120,13 @@ def run_estimate(
         return _run(plan, folder, {} if cast is None else {"*": cast}, sample)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _check_dtype(name: str) -> None:
+    try:
+        dtype_of(name)
+    except IncompatibleStateError:
+        raise InvalidInputError(f"cast={show(name)}; expected a floating dtype, such as 'bfloat16'") from None
 
 
 def _run(plan: ImportPlan, folder: Path, cast: dict[str, str], sample: int) -> Estimate:
