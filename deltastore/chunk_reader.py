@@ -260,6 +260,41 @@ class ChunkReader:
                     future.cancel()
                 raise
 
+    def read_successions(self, successions: Iterable[Sequence[ReadJob]], done: Callable[[int], None] | None = None) -> None:
+        """Read the same chunks of several versions, each version of a chunk by a job without `out`, on several threads.
+
+        A chunk that is stored as a delta on the job before is decoded from there, so a line of versions takes one full chunk
+        and one delta each. Bytes in flight are bounded as in `read_many`, and the same is raised.
+        """
+        pending: dict[Future[None], int] = {}
+        with ThreadPoolExecutor(worker_count(), thread_name_prefix="deltastore-read") as pool:
+            try:
+                for jobs in successions:
+                    pending[pool.submit(self._read_succession, jobs)] = sum(job.length for job in jobs)
+                    if len(pending) >= 2 * worker_count():
+                        _reap(pending, done)
+                while pending:
+                    _reap(pending, done)
+            except BaseException:
+                for future in pending:
+                    future.cancel()
+                raise
+
+    def _read_succession(self, jobs: Sequence[ReadJob]) -> None:
+        out = np.empty(jobs[0].length, np.uint8)
+        before: tuple[str, int] | None = None
+        for job in jobs:
+            at = job.row.pack_id, job.row.row
+            try:
+                if at != before:
+                    chain = self.chain(*at, known=() if before is None else (before,))
+                    self._decode(job.row, chain, self.payloads(chain), out)
+            except IntegrityError as error:
+                raise error.within(job.label) from error
+            before = at
+            if job.deliver is not None:
+                job.deliver(out)
+
     def _read_batch(self, batch: Sequence[ReadJob]) -> None:
         chains = []
         for job in batch:
@@ -293,16 +328,18 @@ class ChunkReader:
         payloads: dict[tuple[str, int], bytes | memoryview],
         out: Array,
     ) -> None:
+        """Decode a chunk into `out`, which holds the base already when the chain ends with a delta."""
         top = chain[0]
         if top.digest != row.digest:
             found = f"holds digest {top.digest.hex()[:16]}…, the manifest expects {row.digest.hex()[:16]}…"
             raise _damaged(top, found)
         if top.raw_length != len(out):
             raise _damaged(top, f"holds {top.raw_length} bytes, expected {len(out)}")
-        *deltas, full = chain
-        entry = full
+        entry = chain[-1]
+        deltas = chain[:-1] if entry.base is None else chain
         try:
-            codecs.decode_full(full.codec, payloads[full.pack_id, full.row], out)
+            if entry.base is None:
+                codecs.decode_full(entry.codec, payloads[entry.pack_id, entry.row], out)
             for index in codecs.apply_together([(each.codec, payloads[each.pack_id, each.row]) for each in deltas], out):
                 entry = deltas[index]
                 codecs.apply_delta(entry.codec, payloads[entry.pack_id, entry.row], out)

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -23,7 +25,6 @@ from deltastore.errors import (
     RevisionNotFoundError,
     StoreFencedError,
     StoreFullError,
-    short_name,
 )
 from deltastore.files import Checkpoint
 from deltastore.history import Commit
@@ -48,6 +49,9 @@ __all__ = [
     "run_import",
 ]
 
+T = TypeVar("T")
+
+GROUP = 8  # checkpoints that are committed, then compared together
 _HOPELESS = (StoreFullError, StoreFencedError, ReadOnlyError, AuthenticationError)  # the next checkpoint would fail, too
 
 
@@ -100,19 +104,25 @@ def run_import(store: DeltaStore, plan: ImportPlan, *, branch: str = "main", aut
         What was imported, and what failed: nothing is raised for a single checkpoint.
     """
     plan = outside_of(plan, store.address)
-    known = _known_commits(store, branch)
-    imported, failures = [], list(plan.failures)
+    failures = list(plan.failures)
     with progress_bar("import", len(plan.items), unit="checkpoint") as done:
-        for at, item in enumerate(plan.items):
-            try:
-                imported.append(_import(store, item, known[item.name, item.step], branch, author))
-            except _HOPELESS as error:
-                failures.append(Failure(item.path, error))
-                failures.extend(Failure(later.path, error) for later in plan.items[at + 1 :])
+        there = _find(store, plan.items, branch, done)
+        found = dict(there)
+        missing = [item for item in plan.items if item.path not in there]
+        for group in _groups(missing):
+            commits = _commit(store, group, branch, author, failures)
+            for item, commit, error in _compare_all(store, commits):
+                if error is None:
+                    found[item.path] = commit
+                else:
+                    failures.append(Failure(item.path, error))
+                done(1)
+            hopeless = next((failure.error for failure in failures if isinstance(failure.error, _HOPELESS)), None)
+            if hopeless is not None:
+                tried = {*found, *(failure.path for failure in failures)}
+                failures += [Failure(item.path, hopeless) for item in missing if item.path not in tried]
                 break
-            except (DeltaStoreError, OSError) as error:
-                failures.append(Failure(item.path, error))
-            done(1)
+    imported = [Imported(item, found[item.path], item.path in there) for item in plan.items if item.path in found]
     return ImportReport(tuple(imported), tuple(failures))
 
 
@@ -135,6 +145,10 @@ def delete_originals(report: ImportReport) -> Deletion:
     return Deletion(tuple(deleted), tuple(kept), freed)
 
 
+def _groups(items: Sequence[T]) -> Iterator[Sequence[T]]:
+    return (items[at : at + GROUP] for at in range(0, len(items), GROUP))
+
+
 def _known_commits(store: DeltaStore, branch: str) -> defaultdict[tuple[str, object], list[str]]:
     """Ids of the commits of a branch by message and step."""
     known: defaultdict[tuple[str, object], list[str]] = defaultdict(list)
@@ -149,34 +163,98 @@ def _known_commits(store: DeltaStore, branch: str) -> defaultdict[tuple[str, obj
     return known
 
 
-def _import(store: DeltaStore, item: ImportItem, known: list[str], branch: str, author: str | None) -> Imported:
-    checkpoint = files.open_checkpoint(item.path)
-    for commit_id in known:
-        there = _fresh_snapshot(store, commit_id)
-        if _difference(there, checkpoint) is None:
-            _refuse_changed(item, there.commit)
-            return Imported(item, there.commit, already=True)
-    commit = store.commit(item.path, item.name, branch=branch, metadata=item.metadata, author=author)
-    difference = _difference(_fresh_snapshot(store, commit.id), checkpoint)
-    _refuse_changed(item, commit)
-    if difference is not None:
-        raise IntegrityError(
-            f"{item.path} is not what commit {commit.short_id} gives back: {difference}; keep the files, and run "
-            "`deltastore verify --read-data`"
-        )
-    return Imported(item, commit, already=False)
+def _find(store: DeltaStore, items: Iterable[ImportItem], branch: str, done: Callable[[int], None]) -> dict[Path, Commit]:
+    """The commits that hold a checkpoint already, by its path."""
+    known = _known_commits(store, branch)
+    found = {}
+    candidates = [(item, store.get_commit(ids[0])) for item in items if (ids := known[item.name, item.step])]
+    for group in _groups(candidates):
+        for item, newest, problem in _compare_all(store, group):
+            older = (store.get_commit(id_) for id_ in known[item.name, item.step][1:])
+            commit = newest if problem is None else next((each for each in older if _problem(store, item, each) is None), None)
+            if commit is not None:
+                found[item.path] = commit
+                done(1)
+    return found
 
 
-def _refuse_changed(item: ImportItem, commit: Commit) -> None:
-    change = item.original.change()
-    if change is not None:
-        raise IntegrityError(
-            f"{change} while it was imported: commit {commit.short_id} may hold a mixture; import it again "
-            "when nobody writes to it"
-        )
+def _commit(
+    store: DeltaStore, items: Iterable[ImportItem], branch: str, author: str | None, failures: list[Failure]
+) -> list[tuple[ImportItem, Commit]]:
+    """Commit some checkpoints; adds what fails to `failures`."""
+    commits = []
+    for item in items:
+        try:
+            commit = store.commit(item.path, item.name, branch=branch, metadata=item.metadata, author=author)
+        except (DeltaStoreError, OSError) as error:
+            failures.append(Failure(item.path, error))
+            if isinstance(error, _HOPELESS):
+                break
+        else:
+            commits.append((item, commit))
+    return commits
 
 
 # -- comparing --------------------------------------------------------------------------------------------------------
+
+
+def _compare_all(
+    store: DeltaStore, pairs: Sequence[tuple[ImportItem, Commit]]
+) -> Iterator[tuple[ImportItem, Commit, DeltaStoreError | OSError | None]]:
+    """Each pair with what is wrong with it. Versions of one structure are read together: one full read, then the deltas."""
+    if len(pairs) > 1 and _are_equal(store, pairs):
+        for item, commit in pairs:
+            yield item, commit, _changed(item, commit)
+        return
+    for item, commit in pairs:
+        yield item, commit, _problem(store, item, commit)
+
+
+def _are_equal(store: DeltaStore, pairs: Sequence[tuple[ImportItem, Commit]]) -> bool:
+    """Whether versions are what is on the disk; False, too, when that can't be found out for all of them together."""
+    try:
+        reader = ChunkReader(store._bucket)
+        versions = Versions(store._bucket, store._index, reader)
+        both = [(Snapshot(commit, versions.get(commit.id), reader), files.open_checkpoint(item.path)) for item, commit in pairs]
+        if any(_surface_difference(*each) for each in both):
+            return False
+        states = [files.checkpoint_state(checkpoint).tensors for _, checkpoint in both]
+        if any(
+            [(each.dtype, each.shape) for each in state] != [(each.dtype, each.shape) for each in states[0]] for state in states
+        ):
+            return False
+        lines = [_tensor_jobs(snapshot, state) for (snapshot, _), state in zip(both, states, strict=True)]
+        with progress_bar("compare", sum(snapshot.nbytes for snapshot, _ in both)) as done:
+            reader.read_successions(zip(*lines, strict=True), done)
+        for snapshot, checkpoint in both:
+            checkout.run(reader, _file_jobs(snapshot, checkpoint))
+    except (_DifferenceError, DeltaStoreError, OSError):
+        return False
+    return True
+
+
+def _problem(store: DeltaStore, item: ImportItem, commit: Commit) -> DeltaStoreError | OSError | None:
+    """Why a commit can't stand for a checkpoint."""
+    try:
+        difference = _difference(_fresh_snapshot(store, commit.id), files.open_checkpoint(item.path))
+    except (DeltaStoreError, OSError) as error:
+        return error
+    changed = _changed(item, commit)
+    if difference is None or changed is not None:
+        return changed
+    return IntegrityError(
+        f"{item.path} is not what commit {commit.short_id} gives back: {difference}; keep the files, and run "
+        "`deltastore verify --read-data`"
+    )
+
+
+def _changed(item: ImportItem, commit: Commit) -> IntegrityError | None:
+    change = item.original.change()
+    if change is None:
+        return None
+    return IntegrityError(
+        f"{change} while it was imported: commit {commit.short_id} may hold a mixture; import it again when nobody writes to it"
+    )
 
 
 def _fresh_snapshot(store: DeltaStore, commit_id: str) -> Snapshot:
@@ -231,40 +309,50 @@ class _FileBytes:
 
 def _difference(snapshot: Snapshot, checkpoint: Checkpoint) -> str | None:
     """The first thing in which a version and a checkpoint on disk differ, bit for bit; None when they are the same."""
+    found = _surface_difference(snapshot, checkpoint)
+    if found is not None:
+        return found
+    tensors = files.checkpoint_state(checkpoint).tensors
+    total = sum(info.nbytes for info in snapshot._version.tensors)
+    try:
+        with progress_bar("compare", total) as done:
+            jobs = chain(_tensor_jobs(snapshot, tensors), _file_jobs(snapshot, checkpoint))
+            checkout.run(snapshot._reader, jobs, done, total, snapshot._version.packs())
+    except _DifferenceError as error:
+        return str(error)
+    return None
+
+
+def _surface_difference(snapshot: Snapshot, checkpoint: Checkpoint) -> str | None:
+    """The first difference in names, order, dtypes, shapes, plain values, and in small files."""
     state = files.checkpoint_state(checkpoint)
     version = snapshot._version
     if state.tree != version.structure.tree:
         return "other tensors, or in another order"
     if canonical.pack(state.values) != canonical.pack(snapshot._values()):
         return "other plain values"
-    for (path, number), name in zip(state.leaves, version.names, strict=True):
+    for (_, number), name in zip(state.leaves, version.names, strict=True):
         source, info = state.tensors[number], version.tensors[number]
         if (source.dtype, source.shape) != (info.dtype.name, info.shape):
-            return f"{name} is {source.dtype}{list(source.shape)}, not {info.dtype.name}{list(info.shape)} ({path})"
+            return f"{name} is {source.dtype}{list(source.shape)}, not {info.dtype.name}{list(info.shape)}"
     sizes = {name: path.stat().st_size for name, path in checkpoint.files.items()}
     if sizes != snapshot.files:
         return "other files, or of other sizes"
-    total = sum(info.nbytes for info in version.tensors)
-    try:
-        with progress_bar("compare", total) as done:
-            checkout.run(snapshot._reader, _jobs(snapshot, state.tensors, checkpoint), done, total, version.packs())
-    except _DifferenceError as error:
-        return str(error)
     for file in version.structure.files:
         if file.tensor is None and checkpoint.files[file.name].read_bytes() != (file.data or b""):
             return f"the file {file.name} differs"
     return None
 
 
-def _jobs(snapshot: Snapshot, tensors: list[TensorSource], checkpoint: Checkpoint) -> Iterator[ReadJob]:
+def _tensor_jobs(snapshot: Snapshot, tensors: list[TensorSource]) -> Iterator[ReadJob]:
     version = snapshot._version
     for number, source in enumerate(tensors):
-        yield from checkout.plan_tensor(version, number, _Comparing(source, f"tensor {short_name(version.label(number))}"))
+        yield from checkout.plan_tensor(version, number, _Comparing(source, version.label(number)))
+
+
+def _file_jobs(snapshot: Snapshot, checkpoint: Checkpoint) -> Iterator[ReadJob]:
+    version = snapshot._version
     for file in version.structure.files:
         if file.tensor is not None:
-            path = checkpoint.files[file.name]
-            opened = OpenFile(path, os.O_RDONLY)
-            size = version.tensors[file.tensor].elements
-            yield from checkout.plan_tensor(
-                version, file.tensor, _Comparing(_FileBytes(opened, (size,)), f"the file {file.name}")
-            )
+            source = _FileBytes(OpenFile(checkpoint.files[file.name], os.O_RDONLY), version.tensors[file.tensor].shape)
+            yield from checkout.plan_tensor(version, file.tensor, _Comparing(source, f"the file {file.name}"))

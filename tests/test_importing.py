@@ -205,6 +205,36 @@ def test_what_the_store_gives_back_is_compared_with_the_disk(
     assert folder.is_dir()
 
 
+def test_one_that_differs_among_many(tmp_path: Path, store: DeltaStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = [write(tmp_path / f"checkpoint-{step}", 3 * step, **{"vocab.txt": str(step) * 9000}) for step in range(11)]
+    other = write(tmp_path / "other", 5)
+    commit = DeltaStore.commit
+
+    def wrong(self: DeltaStore, source: Path, *more: object, **options: object) -> object:
+        return commit(self, other if source == folders[4] else source, *more, **options)
+
+    monkeypatch.setattr(DeltaStore, "commit", wrong)
+    report = run_import(store, plan_import(folders))
+    assert [each.item.path for each in report.imported] == folders[:4] + folders[5:]
+    assert [failure.path for failure in report.failures] == [folders[4]]
+    monkeypatch.undo()
+    monkeypatch.setenv("DELTASTORE_CACHE", str(tmp_path / "cache"))
+    again = run_import(store, plan_import(folders))
+    assert [each.already for each in again.imported] == [True] * 4 + [False] + [True] * 6
+    (tmp_path / "grown").mkdir()
+    grown = [write(tmp_path / "grown" / f"checkpoint-{step}", 50 * step) for step in range(20, 23)]
+    save_file({"a.weight": np.zeros((9, 9), np.float32)}, grown[1] / "model.safetensors")  # another structure
+    assert len(run_import(store, plan_import(grown)).imported) == 3
+
+
+def test_versions_are_read_in_one_go(tmp_path: Path, store: DeltaStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = [write(tmp_path / f"checkpoint-{step}", 3 * step) for step in range(10)]
+    monkeypatch.setattr(importing, "_problem", lambda *_: pytest.fail("one at a time"))
+    assert len(run_import(store, plan_import(folders[:8])).imported) == 8
+    report = run_import(store, plan_import(folders[1:]))  # and across a fold of the ladder
+    assert [each.already for each in report.imported] == [True] * 7 + [False] * 2
+
+
 def test_a_checkpoint_that_changes_meanwhile_fails(tmp_path: Path, store: DeltaStore) -> None:
     folder = write(tmp_path / "checkpoint-1", 1)
     plan = plan_import([folder])
