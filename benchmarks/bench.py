@@ -169,6 +169,11 @@ def adapters(setting: Setting) -> Iterator[Row]:
     yield from everyday.adapters(setting.work, setting.speed_bytes, setting.repeats)
 
 
+def imports(setting: Setting) -> Iterator[Row]:
+    """See `everyday.imports`."""
+    yield from everyday.imports(setting.work, 20 if setting.steps >= 20 else 6)
+
+
 def _frozen_rows(setting: Setting, weights: Weights) -> Iterator[Row]:
     module = torch.nn.Module()
     for number, value in enumerate(weights.values()):
@@ -343,6 +348,7 @@ BENCHES: dict[str, Callable[[Setting], Iterator[Row]]] = {
     "commit": commit_speed,
     "background": background,
     "adapters": adapters,
+    "imports": imports,
     "memory": memory,
 }
 

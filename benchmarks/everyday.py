@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
 from collections.abc import Iterator
@@ -9,10 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 
 from benchmarks.measure import Row, copy_seconds, model_bytes, seconds
-from benchmarks.training import Weights, advance, synthetic_model
+from benchmarks.training import Weights, advance, replay, synthetic_model
 from deltastore import DeltaStore
+from deltastore.importing import plan_import, run_import
 
 PERIOD_SECONDS = 2.0  # of a trainer that commits at each step
 SIDE = 512  # of the matrices that it multiplies
@@ -83,6 +86,36 @@ def adapters(work: Path, size: int, rounds: int) -> Iterator[Row]:
     label = f"{model_bytes(frozen) / 1e9:.1f} GB of frozen weights"
     yield Row(f"commit() of adapters on {label}: one read of these takes", statistics.median(ratios), "of it", (">=", 1.0))
     yield Row("  private copy that it keeps, of the size of the adapters", copies / model_bytes(trained), "times", ("<=", 1.0))
+
+
+def imports(work: Path, count: int) -> Iterator[Row]:
+    """`deltastore import` of checkpoint folders of MiniLM in bf16, against reading their files."""
+    folders = [work / "checkpoints" / f"checkpoint-{step}" for step in range(count)]
+    for step, weights in enumerate(replay(steps=count - 1)):
+        folders[step].mkdir(parents=True)
+        save_file(weights, folders[step] / "model.safetensors", {"format": "pt"})
+        (folders[step] / "config.json").write_text("{}")
+        (folders[step] / "trainer_state.json").write_text(json.dumps({"global_step": step, "log_history": [{"loss": 1.0}]}))
+    label = f"{count} checkpoints of MiniLM bf16"
+    reads = min(seconds(lambda: [_read_files(folder) for folder in folders]) for _ in range(3))
+    with DeltaStore.create(work / "imports") as store:
+        took = seconds(lambda: run_import(store, plan_import(folders)))
+        again = seconds(lambda: run_import(store, plan_import(folders)))
+    size = model_bytes(weights) * count
+    yield Row(f"import of {label}, compared with the disk: reading the files takes", reads / took, "of it")
+    yield Row("  raw bytes imported", size / took / 1e6, "MB/s")
+    yield Row("  repeated, everything is there and only compared", size / again / 1e6, "MB/s")
+
+
+def _read_files(folder: Path) -> int:
+    """Read every byte of a folder into one small buffer."""
+    buffer = bytearray(1 << 20)
+    size = 0
+    for path in folder.iterdir():
+        with path.open("rb", buffering=0) as file:
+            while part := file.readinto(buffer):
+                size += part
+    return size
 
 
 def _read(weights: Weights) -> int:

@@ -27,7 +27,7 @@ from deltastore.errors import (
     StoreFullError,
 )
 from deltastore.files import Checkpoint
-from deltastore.history import Commit
+from deltastore.history import Commit, check_ref_name
 from deltastore.import_plan import Failure, ImportItem, ImportPlan, outside_of, plan_import
 from deltastore.open_file import OpenFile
 from deltastore.progress import progress_bar
@@ -102,7 +102,11 @@ def run_import(store: DeltaStore, plan: ImportPlan, *, branch: str = "main", aut
 
     Returns:
         What was imported, and what failed: nothing is raised for a single checkpoint.
+
+    Raises:
+        InvalidInputError: no branch can have this name.
     """
+    check_ref_name(branch)
     plan = outside_of(plan, store.address)
     failures = list(plan.failures)
     with progress_bar("import", len(plan.items), unit="checkpoint") as done:

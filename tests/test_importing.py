@@ -176,6 +176,14 @@ def test_the_same_name_with_other_content_is_imported_again(tmp_path: Path, stor
     assert len(store.list_commits()) == 2
 
 
+def test_names_of_branches_are_checked_first(tmp_path: Path, store: DeltaStore) -> None:
+    plan = plan_import([write(tmp_path / "checkpoint-1")])
+    with pytest.raises(InvalidInputError, match="branch"):
+        run_import(store, plan, branch="main~1")
+    store.commit({}, "x", tag="v1")
+    assert "v1" in str(run_import(store, plan, branch="v1").failures[0].error)
+
+
 def test_a_full_store_ends_the_import(tmp_path: Path, store: DeltaStore, monkeypatch: pytest.MonkeyPatch) -> None:
     folders = [write(tmp_path / f"checkpoint-{step}", step) for step in range(3)]
     commit = DeltaStore.commit

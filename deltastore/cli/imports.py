@@ -39,7 +39,7 @@ def import_command(
     name becomes the message; step, loss, eval_loss, learning_rate and epoch become metadata. Every version is read back and
     compared with the disk. What is in the store already is skipped, so an import that was interrupted is simply repeated.
 
-    Exits with 3 when only some could be imported. Into a pipe: commit, step, bytes, "new" or "there", path.
+    Exits with 3 when only some could be imported, or deleted. Into a pipe: commit, step, bytes, "new" or "there", path.
     """
     settings.check_index()
     if target is not None and settings.store not in (None, target):

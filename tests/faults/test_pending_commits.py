@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Sequence, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -101,7 +102,11 @@ def test_a_scan_that_waits_for_the_encoder(work: Path, monkeypatch: pytest.Monke
 def test_a_bucket_slower_than_the_encoder(max_spool: int, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Packs wait on disk while there is room, and then the encoder does."""
     held: list[int] = []
-    hold = Spool.hold
+    hold, put = Spool.hold, FolderBucket.put
+
+    def slow(bucket: FolderBucket, uploads: Sequence[Upload]) -> None:
+        time.sleep(0.005)
+        put(bucket, uploads)
 
     def recorded(spool: Spool, upload: Upload) -> Upload | None:
         found = hold(spool, upload)
@@ -110,6 +115,7 @@ def test_a_bucket_slower_than_the_encoder(max_spool: int, work: Path, monkeypatc
 
     monkeypatch.setattr(FolderBucket, "capabilities", replace(FolderBucket.capabilities, local=False))
     monkeypatch.setattr(deltastore.commit, "ChunkWriter", functools.partial(ChunkWriter, pack_bytes=64))
+    monkeypatch.setattr(FolderBucket, "put", slow)
     monkeypatch.setattr(Spool, "hold", recorded)
     model = LiveModel(4)
     expected = []
