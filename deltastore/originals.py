@@ -48,7 +48,10 @@ class Original:
 
     def change(self) -> str | None:
         """What is different on the disk by now; None when it is as it was."""
-        now = {mark.path: mark for mark in _look(self.path)[0]}
+        marks, obstacle = _look(self.path)
+        if obstacle is not None and self.obstacle is None:
+            return obstacle
+        now = {mark.path: mark for mark in marks}
         for mark in self.files:
             found = now.pop(mark.path, None)
             if found is None:
@@ -80,7 +83,9 @@ def delete(original: Original) -> None:
     if reason is not None:
         raise InvalidInputError(f"{original.path} stays: {reason}")
     is_folder = original.path.is_dir()
-    for mark in original.files:
+    for mark in sorted(
+        original.files, key=lambda mark: -mark.size
+    ):  # weights first: what an interruption leaves is no checkpoint
         mark.path.unlink()
     if is_folder:
         for folder, _, _ in os.walk(original.path, topdown=False):

@@ -340,7 +340,7 @@ def test_what_is_never_deleted(tmp_path: Path, store: DeltaStore, obstacle: str)
         delete(report.imported[0].item.original)
 
 
-@pytest.mark.parametrize("change", ["touched", "new", "replaced", "gone"])
+@pytest.mark.parametrize("change", ["touched", "new", "replaced", "gone", "linked"])
 def test_what_changed_since_is_not_deleted(tmp_path: Path, store: DeltaStore, change: str) -> None:
     folder = write(tmp_path / "checkpoint-1", 1, **{"a.txt": "a"})
     report = run_import(store, plan_import([folder]))
@@ -351,6 +351,8 @@ def test_what_changed_since_is_not_deleted(tmp_path: Path, store: DeltaStore, ch
         (folder / "b.txt").write_text("b")
     elif change == "gone":
         file.unlink()
+    elif change == "linked":
+        (folder / "sub").symlink_to(tmp_path)
     else:
         info = file.stat()
         (tmp_path / "other").write_text("b")
@@ -358,5 +360,6 @@ def test_what_changed_since_is_not_deleted(tmp_path: Path, store: DeltaStore, ch
         (tmp_path / "other").replace(file)
     deletion = delete_originals(report)
     assert deletion.deleted == ()
-    assert {"touched": "changed", "new": "is new", "gone": "is gone", "replaced": "changed"}[change] in deletion.kept[0][1]
+    reasons = {"touched": "changed", "new": "is new", "gone": "is gone", "replaced": "changed", "linked": "symbolic link"}
+    assert reasons[change] in deletion.kept[0][1]
     assert (folder / "model.safetensors").exists()

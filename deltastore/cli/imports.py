@@ -91,9 +91,9 @@ def _failed(failure: Failure) -> dict[str, Any]:
     return {"path": str(failure.path), "error": kind, "code": code, "message": str(failure.error)}
 
 
-def _print_failures(failures: tuple[Failure, ...]) -> None:
+def _print_failures(failures: tuple[Failure, ...], what: str = "imported") -> None:
     for failure in failures:
-        print_error(f"error: {failure.path} was not imported: {failure.error}")
+        print_error(f"error: {failure.path} was not {what}: {failure.error}")
 
 
 def _delete(settings: Settings, report: ImportReport) -> Deletion:
@@ -214,7 +214,7 @@ def estimate_command(settings: Settings, paths: tuple[Path, ...], cast: str | No
         output.document(_estimate_document(estimate))
     else:
         _print_estimate(output, estimate)
-        _print_failures(estimate.failures)
+        _print_failures(estimate.failures, "estimated")
     return PARTIAL if estimate.failures else 0
 
 

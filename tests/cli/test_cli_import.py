@@ -160,7 +160,7 @@ def test_estimate(tmp_path: Path, folders: list[Path]) -> None:
     assert int(run_command("estimate", folders[0], "--cast", "bfloat16", "-q").out) > 0
     missing = run_command("estimate", tmp_path / "missing", folders[0])
     assert missing.code == 3
-    assert "missing was not" in missing.err
+    assert "missing was not estimated" in missing.err
     assert run_command("estimate", tmp_path / "missing").code == 10
     assert run_command("estimate", folders[0], "--sample", "0").code == 2
     assert run_command("estimate", folders[0], "--cast", "int8").code == 2
