@@ -279,9 +279,16 @@ class Committer:
 
     # -- pending commits --------------------------------------------------------------------------------------------------
 
-    def settle(self) -> None:
-        """Wait until no commit is on its way. Failures are told later."""
+    def settle(self, *, tell: bool = False) -> None:
+        """Wait until no commit is on its way.
+
+        Args:
+            tell: raise a failure that nobody has been told of; else that comes later.
+        """
         self._pending.settle()
+        if tell:
+            with self._alone():
+                self._report_failure()
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

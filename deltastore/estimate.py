@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -204,11 +204,23 @@ def _file_costs(folder: Path, items: list[ImportItem]) -> list[int]:
         before = 0
         for item in items:
             beside = files.open_checkpoint(item.path).files if item.path.is_dir() else {}
-            store.commit({}, item.name, files=beside)
+            store.commit(_only_files(folder.with_name("beside"), beside), item.name)
             now = _packs_and_others(folder)[0]
             costs.append(now - before)
             before = now
     return costs
+
+
+def _only_files(folder: Path, beside: Mapping[str, Path]) -> Path:
+    """A checkpoint of no weights, with links to these files: a folder may hold files of any size."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    with CheckpointWriter(folder, [("none", "uint8", (0,))]) as writer:
+        writer.finish()
+    for name, path in beside.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).symlink_to(path.absolute())
+    return folder
 
 
 # -- samples ----------------------------------------------------------------------------------------------------------
@@ -231,7 +243,10 @@ def _write_sample(path: Path, folder: Path, sample: int) -> int:
 
 def _sampled(path: Path, sample: int) -> Iterator[tuple[str, FileSource, list[tuple[int, int]]]]:
     """Every tensor with the blocks of elements [start, stop) that are in the sample; dtypes are counted apart."""
-    tensors = files.open_checkpoint(path).tensors
+    checkpoint = files.open_checkpoint(path)
+    if checkpoint.pickled is not None:
+        raise InvalidInputError(f"{path} holds weights of torch.save, of which no sample can be taken; estimate all of it")
+    tensors = checkpoint.tensors
     seen: defaultdict[str, int] = defaultdict(int)  # blocks, by dtype
     for name in sorted(tensors, key=lambda name: xxhash.xxh3_64_intdigest(name.encode())):
         source = tensors[name]

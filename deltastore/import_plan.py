@@ -141,6 +141,8 @@ def _item(path: Path) -> ImportItem:
     sizes: defaultdict[str, int] = defaultdict(int)
     for source in checkpoint.tensors.values():
         sizes[source.dtype] += source.nbytes
+    for pickled in _pickled_files(checkpoint):  # what is in them is not known before they are loaded
+        sizes["float32"] += pickled.stat().st_size
     state = _trainer_state(checkpoint)
     name = path.parent.name if path.is_file() and path.stem in _GENERIC else path.name if path.is_dir() else path.stem
     step = _step(state.get("global_step"), path, name)
@@ -163,15 +165,20 @@ def _with_hint(path: Path, error: NotFoundError) -> NotFoundError:
 
 def _committed(path: Path, checkpoint: Checkpoint) -> set[Path]:
     """The files whose whole content is in the commit."""
-    found = {*checkpoint.files.values(), *(source.path for source in checkpoint.tensors.values())}
+    found = {*checkpoint.files.values(), *(source.path for source in checkpoint.tensors.values()), *_pickled_files(checkpoint)}
     if path.is_dir():  # an index that is not among the files is the one that names the shards
         found.update(path.glob("*.safetensors.index.json"))
     return found
 
 
+def _pickled_files(checkpoint: Checkpoint) -> list[Path]:
+    pickled = checkpoint.pickled
+    return [] if pickled is None else [pickled.folder / name for name in sorted(pickled.names)]
+
+
 def _kept_nowhere(checkpoint: Checkpoint) -> str | None:
     """What a weight file holds beside tensors, which no commit keeps."""
-    if any(source.path.suffix != ".safetensors" for source in checkpoint.tensors.values()):
+    if checkpoint.pickled is not None or any(source.path.suffix != ".safetensors" for source in checkpoint.tensors.values()):
         return "its weights are in no safetensors file, which may hold more than tensors"
     texts = sorted(key for key in checkpoint.metadata if key != "format")
     return f"the texts {', '.join(texts)[:200]} in the header of its weights are no part of the commit" if texts else None

@@ -32,6 +32,7 @@ from deltastore.import_plan import Failure, ImportItem, ImportPlan, outside_of, 
 from deltastore.open_file import OpenFile
 from deltastore.progress import progress_bar
 from deltastore.snapshot import Snapshot
+from deltastore.sources import checkpoint_state
 from deltastore.state import Array, TensorSource
 from deltastore.store import DeltaStore
 from deltastore.versions import Versions
@@ -222,7 +223,7 @@ def _are_equal(store: DeltaStore, pairs: Sequence[tuple[ImportItem, Commit]]) ->
         both = [(Snapshot(commit, versions.get(commit.id), reader), files.open_checkpoint(item.path)) for item, commit in pairs]
         if any(_surface_difference(*each) for each in both):
             return False
-        states = [files.checkpoint_state(checkpoint).tensors for _, checkpoint in both]
+        states = [checkpoint_state(checkpoint).tensors for _, checkpoint in both]
         if any(
             [(each.dtype, each.shape) for each in state] != [(each.dtype, each.shape) for each in states[0]] for state in states
         ):
@@ -316,7 +317,7 @@ def _difference(snapshot: Snapshot, checkpoint: Checkpoint) -> str | None:
     found = _surface_difference(snapshot, checkpoint)
     if found is not None:
         return found
-    tensors = files.checkpoint_state(checkpoint).tensors
+    tensors = checkpoint_state(checkpoint).tensors
     total = sum(info.nbytes for info in snapshot._version.tensors)
     try:
         with progress_bar("compare", total) as done:
@@ -329,7 +330,7 @@ def _difference(snapshot: Snapshot, checkpoint: Checkpoint) -> str | None:
 
 def _surface_difference(snapshot: Snapshot, checkpoint: Checkpoint) -> str | None:
     """The first difference in names, order, dtypes, shapes, plain values, and in small files."""
-    state = files.checkpoint_state(checkpoint)
+    state = checkpoint_state(checkpoint)
     version = snapshot._version
     if state.tree != version.structure.tree:
         return "other tensors, or in another order"

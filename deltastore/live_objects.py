@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from typing import Any
 
 from deltastore.state import Path
@@ -15,7 +16,20 @@ def state_of(value: Any, _path: Path = ()) -> Any:
     """
     if isinstance(value, type) or not callable(getattr(value, "state_dict", None)):
         return value
-    return value.state_dict(keep_vars=True) if is_module(value) else value.state_dict()
+    if is_module(value):
+        return value.state_dict(keep_vars=True)
+    state = value.state_dict()
+    if type(state) is dict and any(type(part) is Counter for part in state.values()):  # the milestones of MultiStepLR
+        return {key: dict(part) if type(part) is Counter else part for key, part in state.items()}
+    return state
+
+
+def give_state(value: Any, state: Any) -> None:
+    """Hand an object its state by `load_state_dict`; a counter that `state_of` made a dict is one again."""
+    own = value.state_dict() if callable(getattr(value, "state_dict", None)) else None
+    if type(state) is dict and type(own) is dict:
+        state = {key: Counter(part) if type(own.get(key)) is Counter else part for key, part in state.items()}
+    value.load_state_dict(state)
 
 
 def is_module(value: Any) -> bool:

@@ -15,7 +15,7 @@ from deltastore import canonical, subclasses
 from deltastore.canonical import show
 from deltastore.errors import IncompatibleStateError, short_name
 from deltastore.fills import Fills, Stored
-from deltastore.live_objects import is_optimizer
+from deltastore.live_objects import give_state, is_optimizer
 from deltastore.optimizers import plan_optimizer
 from deltastore.state import RECIPE, Path, TensorSink, is_within, leaf_paths, path_name, unflatten, walk
 from deltastore.targets import Survey, TargetObject, replace_value, survey
@@ -132,7 +132,7 @@ class _Planner:
         def load() -> None:
             state = unflatten(node, memory, self._values, subclasses.rebuild, path)
             try:
-                each.value.load_state_dict(state)
+                give_state(each.value, state)
             except Exception as error:
                 error.add_note(f"while {each.name!r} took its state by load_state_dict; what came before it is restored already")
                 raise

@@ -502,7 +502,7 @@ class DeltaStore:
         return Ref(name, "branch", new)
 
     def _create_ref(self, kind: Literal["branch", "tag"], name: str, revision: str) -> Ref:
-        self._settle()
+        self._settle(tell=True)
         self._check_new_ref(name)
         commit_id = self._history.resolve(revision)
         self._move(kind, name, "create", None, commit_id)
@@ -512,7 +512,7 @@ class DeltaStore:
         self._move(kind, name, "delete", self._existing(kind, name).commit_id, None)
 
     def _existing(self, kind: Literal["branch", "tag"], name: str) -> RefRecord:
-        self._settle()
+        self._settle(tell=True)
         self._check_writable()
         ref = self._index.ref(name)
         if ref is None or ref.kind != kind:
@@ -565,11 +565,15 @@ class DeltaStore:
         if self._options["read_only"]:
             raise ReadOnlyError(f"{self.address} was opened read-only; open it without read_only to write")
 
-    def _settle(self) -> None:
-        """What is asked of an open store sees its own pending commits: they are waited for."""
+    def _settle(self, *, tell: bool = False) -> None:
+        """What is asked of an open store sees its own pending commits: they are waited for.
+
+        Args:
+            tell: raise the failure of one, because what follows was meant for it, as a tag would be.
+        """
         self._check_open()
         if self._committer is not None:
-            self._committer.settle()
+            self._committer.settle(tell=tell)
 
 
 def _reopen(cls: type[DeltaStore], address: str, options: dict[str, Any]) -> DeltaStore:

@@ -600,3 +600,17 @@ def test_threads_step_back_once() -> None:
     run_in_thread(nested, "outer", background=True).join()
     expected = min(19, os.getpriority(os.PRIO_PROCESS, os.getpid()) + BACKGROUND_NICENESS)
     assert found == [expected, expected]
+
+
+def test_a_tag_is_not_given_to_the_version_before_a_lost_one(moments: Moments, work: Path) -> None:
+    with DeltaStore.create(work / "store") as store:
+        store.commit(state_at(0), metadata={"step": 0})
+        for make in (store.create_tag, store.create_branch):
+            first, second = fail_two(moments, store, StorageError("the bucket is gone", "io"))
+            assert steps(store) == [0]  # looking tells nothing
+            with pytest.raises(StorageError, match="the bucket is gone"):
+                make("best", revision="main")
+            assert first.phase == second.phase == "failed"
+            assert [ref.name for ref in store.list_refs()] == ["main"]
+        store.create_tag("best", revision="main")
+        assert store.get_commit("best") == store.get_commit("main")

@@ -576,3 +576,25 @@ def test_a_base_must_exist_and_be_the_only_one(store: DeltaStore) -> None:
     with pytest.raises(InvalidInputError, match="metadata has the base 'llama'"):
         store.commit({"a": torch.ones(1)}, base="main", metadata={"base": "llama"}, branch="adapter")
     assert [ref.name for ref in store.list_refs()] == ["main"]
+
+
+def test_a_scheduler_with_milestones(store: DeltaStore) -> None:
+    """MultiStepLR keeps them in a Counter, which is a dict in the store and a Counter again in the scheduler."""
+
+    def make() -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.MultiStepLR]:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=1.0)
+        return optimizer, torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4, 4], gamma=0.5)
+
+    optimizer, scheduler = make()
+    for _ in range(3):
+        optimizer.step()
+        scheduler.step()
+    store.commit({"optimizer": optimizer, "scheduler": scheduler})
+    again, resumed = make()
+    store.checkout().load_into({"optimizer": again, "scheduler": resumed})
+    assert type(resumed.milestones) is type(scheduler.milestones)
+    assert resumed.milestones == scheduler.milestones
+    for each in (scheduler, resumed):
+        each.optimizer.step()
+        each.step()
+    assert resumed.get_last_lr() == scheduler.get_last_lr() == [0.125]
