@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict, Unpack, overload
 
 from deltastore import display, layout
 from deltastore.buckets import open_bucket
@@ -54,6 +54,20 @@ class Ref:
     name: str
     kind: Literal["branch", "tag"]
     commit_id: str
+
+
+class _CommitOptions(TypedDict, total=False):
+    """What `DeltaStore.commit` takes besides what decides the type of its result."""
+
+    branch: str
+    metadata: Mapping[str, Any] | None
+    cast: Mapping[str, Any] | None
+    files: Mapping[str, str | os.PathLike[str] | bytes] | None
+    tag: str | None
+    author: str | None
+    expected_head: str | None
+    base: str | None
+    resolver: Callable[[str], Any] | None
 
 
 class DeltaStore:
@@ -203,17 +217,9 @@ class DeltaStore:
         source: Any,
         message: str = "",
         *,
-        branch: str = "main",
-        metadata: Mapping[str, Any] | None = None,
-        cast: Mapping[str, Any] | None = None,
-        files: Mapping[str, str | os.PathLike[str] | bytes] | None = None,
-        tag: str | None = None,
-        author: str | None = None,
-        expected_head: str | None = None,
-        base: str | None = None,
-        resolver: Callable[[str], Any] | None = None,
         wait: Literal[True] = True,
         on_full: Literal["raise"] = "raise",
+        **options: Unpack[_CommitOptions],
     ) -> Commit: ...
 
     @overload
@@ -222,17 +228,9 @@ class DeltaStore:
         source: Any,
         message: str = "",
         *,
-        branch: str = "main",
-        metadata: Mapping[str, Any] | None = None,
-        cast: Mapping[str, Any] | None = None,
-        files: Mapping[str, str | os.PathLike[str] | bytes] | None = None,
-        tag: str | None = None,
-        author: str | None = None,
-        expected_head: str | None = None,
-        base: str | None = None,
-        resolver: Callable[[str], Any] | None = None,
         wait: Literal[True] = True,
         on_full: Literal["warn"],
+        **options: Unpack[_CommitOptions],
     ) -> Commit | None: ...
 
     @overload
@@ -241,17 +239,9 @@ class DeltaStore:
         source: Any,
         message: str = "",
         *,
-        branch: str = "main",
-        metadata: Mapping[str, Any] | None = None,
-        cast: Mapping[str, Any] | None = None,
-        files: Mapping[str, str | os.PathLike[str] | bytes] | None = None,
-        tag: str | None = None,
-        author: str | None = None,
-        expected_head: str | None = None,
-        base: str | None = None,
-        resolver: Callable[[str], Any] | None = None,
         wait: Literal[False],
         on_full: Literal["raise", "warn"] = "raise",
+        **options: Unpack[_CommitOptions],
     ) -> PendingCommit: ...
 
     def commit(

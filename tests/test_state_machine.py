@@ -1,9 +1,10 @@
-"""Random histories of one store against a plain oracle: writers, readers, crashes, full disks, forks, a second writer.
+r"""Random histories of one store against a plain oracle: writers, readers, crashes, full disks, forks, a second writer.
 
 The oracle keeps, for every version, the bytes of its tensors at the call, and what was said of it. Chunks, packs, manifests and
 the distance of ref snapshots are tiny here, so that a few hundred elements run through everything.
 
-Longer by hand: DELTASTORE_MACHINE_EXAMPLES=500 DELTASTORE_MACHINE_STEPS=80 pytest --hypothesis-seed=1 tests/test_state_machine.py
+Longer by hand: DELTASTORE_MACHINE_EXAMPLES=500 DELTASTORE_MACHINE_STEPS=80 \
+    pytest --timeout 0 --hypothesis-seed=1 tests/test_state_machine.py
 """
 
 from __future__ import annotations
