@@ -158,8 +158,8 @@ class Committer:
                 pending.set_told()
                 if not started:
                     pending.set_failed(error)
-                if before is not None and before.failed_untold:
-                    before.set_told()  # this call failed with its cause
+                if before is not None and before.is_cause_of(error):
+                    before.set_told()  # by this call
                 raise
             finally:
                 self._pending.add(pending)  # not before: a source may read from this store, which waits for pending commits

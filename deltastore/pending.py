@@ -129,6 +129,11 @@ class PendingCommit:
         """Why it failed, so far as it has."""
         return self._outcome.exception() if self._outcome.done() else None
 
+    def is_cause_of(self, error: BaseException) -> bool:
+        """Whether an error is this one's own failure, or what `landed` made of it."""
+        own = self.error()
+        return own is not None and own in (error, error.__cause__)
+
 
 class PendingLine:
     """The pending commits of one store, oldest first. One thread adds at a time."""

@@ -159,6 +159,31 @@ def test_a_failure_during_the_next_scan_is_told_by_it_alone(moments: Moments, wo
     close_quietly(store)
 
 
+def test_a_call_that_fails_by_itself_tells_of_no_other_failure(moments: Moments, work: Path) -> None:
+    store = DeltaStore.create(work / "store")
+    store.commit(state_at(0), metadata={"step": 0})
+    assert store._committer is not None
+    committer = store._committer
+    failing = contextlib.ExitStack()
+    arrived = failing.enter_context(moments.held("put packs", StorageError("the bucket is gone", "io")))
+    first = later(store, 1)
+
+    def stream() -> Iterator[tuple[str, Any]]:
+        assert arrived.wait(SECONDS)
+        failing.close()
+        committer.settle()
+        raise ZeroDivisionError
+        yield
+
+    with pytest.raises(ZeroDivisionError):
+        store.commit(stream(), wait=False)
+    assert first.phase == "failed"
+    with pytest.raises(StorageError, match="the bucket is gone"):
+        store.commit(state_at(1), metadata={"step": 1})
+    assert_as_before(store)
+    close_quietly(store)
+
+
 def test_the_store_is_full_and_a_warning_is_enough(moments: Moments, work: Path) -> None:
     store = DeltaStore.create(work / "store")
     store.commit(state_at(0), metadata={"step": 0})
