@@ -69,6 +69,7 @@ def run_command(*arguments: object, typed: str | None = None) -> Outcome:
 def start(*arguments: object, **options: Any) -> subprocess.Popen[bytes]:
     """Start `python -m deltastore` as a process of its own; warnings are errors there, too."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **options.pop("env", {})}
+    environment.pop("COLUMNS", None)  # would count more than the width of a terminal
     line = [sys.executable, "-W", "error", "-m", "deltastore", *map(str, arguments)]
     pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(line, env=environment, **{**pipes, **options})

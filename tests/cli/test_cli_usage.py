@@ -35,6 +35,7 @@ def on_terminal(width: int, *arguments: object) -> list[str]:
     termios.tcsetwinsize(theirs, (40, width))
     line = [sys.executable, "-W", "error", "-m", "deltastore", *map(str, arguments)]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
+    environment.pop("COLUMNS", None)
     with subprocess.Popen(line, stdout=theirs, stderr=theirs, stdin=subprocess.DEVNULL, env=environment) as process:
         os.close(theirs)
         text = b""

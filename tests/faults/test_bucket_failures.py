@@ -14,6 +14,8 @@ from tiny_model import state_at
 from deltastore import DeltaStore
 from deltastore.errors import StorageError
 
+pytestmark = pytest.mark.filterwarnings("ignore:parameters that do not require gradients have changed")  # here they do
+
 
 def commit(store: DeltaStore, step: int) -> None:
     store.commit(state_at(step), f"step {step}", metadata={"step": step})

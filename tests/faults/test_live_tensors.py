@@ -14,6 +14,8 @@ from tiny_model import state_at
 from deltastore import DeltaStore
 from deltastore.commit import Committer
 
+pytestmark = pytest.mark.filterwarnings("ignore:parameters that do not require gradients have changed")  # here they do
+
 
 def words_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     """The memory of a tensor, as integers of its own width."""
