@@ -231,7 +231,7 @@ def _random_kills(folder: str, kills: int, seed: int, background: bool) -> dict[
         os.kill(pid, chance.choice([signal.SIGKILL, signal.SIGTERM]))
         assert _was_killed(pid)
         returned = [int(line) for line in journal.read_text().split("\n")[:-1]]
-        longest = min(1.0, max(0.05, longest * (1.1 if len(returned) < 2 else 0.9)))
+        longest = min(3.0, max(0.05, longest * (1.5 if not returned else 1.1 if len(returned) < 2 else 0.9)))
         promised += len(returned)
         with DeltaStore(folder) as store:
             step = head_step(store)
