@@ -24,7 +24,7 @@ def test_random_kills(background: bool, kills: int, warm: WarmProcess, work: Pat
     assert promised > 0, "every victim was killed before its first commit: give them more time"
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_random_interrupts(seed: int, warm: WarmProcess, work: Path) -> None:
     found = warm.call(random_interrupts, folder=work / "store", interrupts=40, seed=seed, timeout=200)
     assert found["commits"] > 0
