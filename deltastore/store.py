@@ -330,6 +330,7 @@ class DeltaStore:
         """Metadata with the id of the commit that an adapter belongs to."""
         if base is None:
             return metadata
+        self._settle(tell=True)  # the base may be a commit that is on its way
         commit_id = self._history.resolve(base)
         if metadata.get("base", commit_id) != commit_id:
             raise InvalidInputError(

@@ -627,6 +627,14 @@ def test_threads_step_back_once() -> None:
     assert found == [expected, expected]
 
 
+def test_an_adapter_is_based_on_the_commit_that_is_on_its_way(work: Path) -> None:
+    with DeltaStore.create(work / "store") as store:
+        for step in range(3):
+            base = later(store, step)
+            adapter = store.commit(state_at(9), branch="adapter", base="main", wait=False)
+            assert adapter.result().metadata["base"] == base.result().id
+
+
 def test_a_tag_is_not_given_to_the_version_before_a_lost_one(moments: Moments, work: Path) -> None:
     with DeltaStore.create(work / "store") as store:
         store.commit(state_at(0), metadata={"step": 0})
