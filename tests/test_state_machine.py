@@ -584,9 +584,11 @@ class StoreMachine(RuleBasedStateMachine):
             target.pop("extra", None)
             if "model.extra" in version.tensors:
                 target["extra"] = empty_of(version.tensors["model.extra"])
-            copied = snapshot.load_into({"model": target})
-            assert set(copied) == set(version.tensors)
-            self.state = {"model": target, "count": version.count}
+            state = {"model": target, "count": -1}
+            restored = snapshot.load_into(state)
+            assert set(restored.names) == set(version.tensors)
+            assert restored.values == 1 and state["count"] == version.count
+            self.state = state
         else:
             self.state = snapshot.state()
             assert list(self.state) == ["model", "count"]
