@@ -30,7 +30,7 @@ demo: $(READY) ## fine-tune a real model, commit 64 steps, get them back bit for
 	@$(BIN)/python -m benchmarks.demo $(ARGS)
 
 test: $(READY) ## run the tests
-	@$(BIN)/python -m pytest -q -n auto --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest -q -n auto --dist worksteal $(ARGS)
 
 lint: $(READY) ## check style, types and the layers
 	@$(BIN)/ruff check .

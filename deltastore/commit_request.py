@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from deltastore import canonical
+from deltastore.canonical import show
 from deltastore.errors import InvalidInputError
 from deltastore.history import check_ref_name
 from deltastore.state import TensorSource
@@ -52,7 +53,7 @@ def _packed(metadata: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in metadata.items():
         if not isinstance(name, str):
             raise InvalidInputError(f"metadata keys must be strings, not {name!r}")
-        packed[name] = canonical.pack(_builtin_number(value))
+        packed[name] = canonical.pack(_builtin_number(value), f"metadata[{show(name)}]")
     if len(canonical.dumps(packed)) > MAX_METADATA_BYTES:
         raise InvalidInputError(
             f"metadata of more than {MAX_METADATA_BYTES} bytes; commit it as a file: files={{'metadata.json': …}}"

@@ -10,18 +10,17 @@ from deltastore.state import Path
 
 
 def state_of(value: Any, _path: Path = ()) -> Any:
-    """What stands for a live object in a state: its `state_dict()`; any other value itself.
+    """What stands for a live object in a state: its `state_dict()`, a plain dict for a Counter; any other value itself.
 
     A module gives its parameters themselves (`keep_vars`), so that it can be seen which of them are trained.
     """
+    if type(value) is Counter:  # the milestones of MultiStepLR
+        return dict(value)
     if isinstance(value, type) or not callable(getattr(value, "state_dict", None)):
         return value
     if is_module(value):
         return value.state_dict(keep_vars=True)
-    state = value.state_dict()
-    if type(state) is dict and any(type(part) is Counter for part in state.values()):  # the milestones of MultiStepLR
-        return {key: dict(part) if type(part) is Counter else part for key, part in state.items()}
-    return state
+    return value.state_dict()
 
 
 def give_state(value: Any, state: Any) -> None:

@@ -11,12 +11,15 @@ from collections.abc import Callable
 from typing import Any
 
 from deltastore import canonical, subclasses
+from deltastore.canonical import show
 from deltastore.errors import IncompatibleStateError
 from deltastore.fills import Fills, Stored
 from deltastore.state import RECIPE, Path, TensorParts, describe_path, path_name, strip_wrapper_prefixes
 from deltastore.torch_import import import_torch
 
 Make = Callable[[Stored, str], Any]
+
+_NO_OPTIONS = {"params", "param_names", "initial_lr"}  # keys of groups that say nothing about the kind of optimizer
 
 
 def plan_optimizer(optimizer: Any, stored: Any, path: Path, fills: Fills) -> Callable[[], None]:
@@ -26,7 +29,7 @@ def plan_optimizer(optimizer: Any, stored: Any, path: Path, fills: Fills) -> Cal
     afterwards the optimizer holds exactly the stored state. Options of its groups that the commit has not stay.
 
     Raises:
-        IncompatibleStateError: this is no optimizer's state, or groups or parameters differ in number.
+        IncompatibleStateError: this is no optimizer's state, that of another kind, or groups or parameters differ in number.
     """
     groups, saved_groups = optimizer.param_groups, _checked_groups(stored, path)
     parameters = _matched(groups, saved_groups, path)
@@ -111,6 +114,12 @@ def _matched(
                 f"{where}: group {number} has {len(group['params'])} parameters, the commit has {len(saved['params'])}; make the "
                 "optimizer with the same parameters in the same order. Nothing was written."
             )
+        here, there = group.keys() - saved.keys() - _NO_OPTIONS, saved.keys() - group.keys() - _NO_OPTIONS
+        if here and there:  # one of both alone is another version of torch, or a scheduler
+            raise IncompatibleStateError(
+                f"{where} is of another kind than the commit's: its groups have {show(sorted(map(str, here)))}, those of the commit "
+                f"{show(sorted(map(str, there)))}; make the same optimizer. Nothing was written."
+            )
         names, saved_names = group.get("param_names"), saved.get("param_names")
         for live, kept in zip(names, saved_names, strict=False) if names and saved_names else ():
             if strip_wrapper_prefixes(str(live)) != strip_wrapper_prefixes(str(kept)):
@@ -169,7 +178,7 @@ def _merged_parts(stored: TensorParts, existing: Any, name: str, fills: Fills, m
     path = (name,)
     live = {} if existing is None else subclasses.parts_of(existing, path)
     if live and canonical.encode(live[RECIPE]) != canonical.encode(stored[RECIPE]):
-        fills.problems.append(f"{name!r} is {canonical.show(live[RECIPE])}, the commit has {canonical.show(stored[RECIPE])}")
+        fills.problems.append(f"{name!r} is {show(live[RECIPE])}, the commit has {show(stored[RECIPE])}")
         return existing
     inner = {
         key: value if key == RECIPE else _merged(value, live.get(key), f"{name}.{key}", fills, make)

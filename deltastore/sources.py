@@ -53,10 +53,16 @@ def checkpoint_state(checkpoint: files.Checkpoint) -> FlatState:
     if checkpoint.pickled is None:
         return flatten(checkpoint.tensors, lambda value: isinstance(value, files.FileSource))
     content = pickled.load_weights(checkpoint.pickled)
+    path = checkpoint.pickled.path
     try:
-        return tensors.flatten_state(content)
+        state = tensors.flatten_state(content)
     except IncompatibleStateError as error:
-        raise IncompatibleStateError(f"{checkpoint.pickled.path}: {error}") from None
+        raise IncompatibleStateError(
+            f"{path}: {error}, in what is saved there, or load it and commit the parts that matter"
+        ) from None
+    if not state.tensors:
+        raise IncompatibleStateError(f"{path} holds no tensors; name a file with weights")
+    return state
 
 
 def file_bytes(name: str, value: str | os.PathLike[str] | bytes) -> bytes:

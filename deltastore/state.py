@@ -40,7 +40,6 @@ _CONTAINERS = (dict, OrderedDict, list, tuple)
 _CONVERSIONS = {
     "numpy.ndarray": "`torch.from_numpy(array)`",
     "collections.defaultdict": "`dict(value)`",
-    "collections.Counter": "`dict(value)`",
     "collections.deque": "`list(value)`",
     "builtins.set": "`sorted(value)`",
     "builtins.frozenset": "`sorted(value)`",

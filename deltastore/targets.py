@@ -6,6 +6,7 @@ in their own way.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -100,6 +101,8 @@ class _Explorer:
         if is_module(value):
             self.copied.add(path)
             return self._module(value, path)
+        if type(value) is Counter:
+            return state_of(value)
         if not is_optimizer(value):
             if isinstance(value, type) or not callable(getattr(value, "state_dict", None)):
                 return value  # refused as any other stranger

@@ -303,8 +303,11 @@ def test_what_a_state_cannot_hold_is_named_with_its_place(store: DeltaStore, tmp
         (torch.empty(3, device="meta"), "meta device"),
     ]:
         torch.save({"model": {"w": torch.ones(1)}, "extra": [0, value]}, path)
-        with pytest.raises(IncompatibleStateError, match=rf"odd\.pt: state\['extra'\]\[1\] .*{message}"):
+        with pytest.raises(IncompatibleStateError, match=rf"odd\.pt: state\['extra'\]\[1\] .*{message}.*saved there"):
             store.commit(path)
+    torch.save({"step": 3}, path)
+    with pytest.raises(IncompatibleStateError, match=r"odd\.pt holds no tensors"):
+        store.commit(path)
 
 
 def test_damaged_and_foreign_files_are_named(store: DeltaStore, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 STORES = 8
 
 
-@pytest.mark.parametrize(("background", "kills"), [(False, 200), (True, 80)])
+@pytest.mark.parametrize(("background", "kills"), [(False, 120), (True, 80)])
 def test_random_kills(background: bool, kills: int, warm: WarmProcess, work: Path) -> None:
     shares = [
         {"folder": work / f"store-{seed}", "kills": kills // STORES, "seed": seed, "background": background}

@@ -201,7 +201,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], type[DeltaStoreError], str]] = {
     "author": ({"author": 7}, InvalidInputError, "author"),
     "metadata key": ({"metadata": {1: 2}}, InvalidInputError, "metadata"),
     "metadata key surrogate": ({"metadata": {"\ud800": 2}}, InvalidInputError, "surrogate"),
-    "metadata value": ({"metadata": {"a": object()}}, InvalidInputError, "object"),
+    "metadata value": ({"metadata": {"loss": [object()]}}, InvalidInputError, r"metadata\['loss'\]\[0\] is a builtins\.object"),
     "large metadata": ({"metadata": {"a": "x" * 70_000}}, InvalidInputError, "65536"),
     "tag": ({"tag": "..", "branch": "main"}, InvalidInputError, "'..'"),
     "tag that is there": ({"tag": "main"}, DeltaStoreError, "exists"),

@@ -359,6 +359,22 @@ def test_optimizers_of_another_build_are_refused(store: DeltaStore) -> None:
     assert before.keys() == model.state_dict().keys()
 
 
+def test_an_optimizer_of_another_kind_is_refused(store: DeltaStore) -> None:
+    _, adam, _ = trained(2)
+    store.commit(adam)
+    target, _, _ = trained(0)
+    sgd = torch.optim.SGD(target.parameters(), lr=0.5, momentum=0.9)
+    with pytest.raises(IncompatibleStateError, match=r"another kind.*'momentum'.*the commit.*'betas'.*Nothing was written"):
+        store.checkout().load_into(sgd)
+    assert sgd.param_groups[0]["lr"] == 0.5
+    assert not sgd.state
+    del adam.param_groups[0]["fused"]  # as an older torch saves it
+    store.commit(adam, branch="older")
+    again = torch.optim.AdamW(target.parameters(), lr=0.5)
+    store.checkout("older").load_into(again)
+    assert again.param_groups[0]["lr"] == adam.param_groups[0]["lr"]
+
+
 # -- C31: random numbers ----------------------------------------------------------------------------------------------
 
 
@@ -589,7 +605,12 @@ def test_a_scheduler_with_milestones(store: DeltaStore) -> None:
     for _ in range(3):
         optimizer.step()
         scheduler.step()
-    store.commit({"optimizer": optimizer, "scheduler": scheduler})
+    live = store.commit({"optimizer": optimizer, "scheduler": scheduler})
+    plain = store.commit({"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()})
+    assert live.tree == plain.tree
+    dicts = {"optimizer": make()[0].state_dict(), "scheduler": make()[1].state_dict()}
+    store.checkout().load_into(dicts, strict=False)
+    assert dicts["scheduler"] == scheduler.state_dict()
     again, resumed = make()
     store.checkout().load_into({"optimizer": again, "scheduler": resumed})
     assert type(resumed.milestones) is type(scheduler.milestones)
