@@ -117,8 +117,8 @@ def _matched(
         here, there = group.keys() - saved.keys() - _NO_OPTIONS, saved.keys() - group.keys() - _NO_OPTIONS
         if here and there:  # one of both alone is another version of torch, or a scheduler
             raise IncompatibleStateError(
-                f"{where} is of another kind than the commit's: its groups have {show(sorted(map(str, here)))}, those of the commit "
-                f"{show(sorted(map(str, there)))}; make the same optimizer. Nothing was written."
+                f"{where} is of another kind than the commit's: its groups have {show(sorted(map(str, here)))}, those of the "
+                f"commit {show(sorted(map(str, there)))}; make the same optimizer. Nothing was written."
             )
         names, saved_names = group.get("param_names"), saved.get("param_names")
         for live, kept in zip(names, saved_names, strict=False) if names and saved_names else ():

@@ -587,7 +587,8 @@ class StoreMachine(RuleBasedStateMachine):
             state = {"model": target, "count": -1}
             restored = snapshot.load_into(state)
             assert set(restored.names) == set(version.tensors)
-            assert restored.values == 1 and state["count"] == version.count
+            assert restored.values == 1
+            assert state["count"] == version.count
             self.state = state
         else:
             self.state = snapshot.state()
